@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.command import (
@@ -24,6 +25,7 @@ from megatron_prism.cli.command import (
     HelpGroup,
     file_option,
     option,
+    switch,
 )
 from megatron_prism.cli.file_answers import answer_about_files
 from megatron_prism.cli.job_slices import kept_line
@@ -45,13 +47,17 @@ def fit(args: argparse.Namespace) -> Answer:
     prism fit DIR --class pp=3 --top 20 -o peak.pickle      for pytorch.org/memory_viz
     prism fit DIR --draws 500 --routing zipf:1 [--capacity 1.25]      an MoE job's routing
     prism fit DIR --oom "Tried to allocate 17.58 GiB …"     which request of the job it was
+    prism fit DIR --free 6GiB [--try]                       what frees memory of a job that fits
     prism fit SNAPSHOT          a real process (torch.cuda.memory._snapshot, .gz, .xz)
 
     Exit status 1: it does not fit, or a later iteration may run out (at risk).  Without --limit it
     is the memory of the machine.  80GB is what a card sold as 80 GB has.  Each change of flags was
     tried on the slices: its memory by the allocator's rules, its time by replaying the forwards
-    that run again.  --device is a shipped calibration of context, libraries and NCCL (default
-    h200), a file of benchmarks/tools/device_memory.py, or none: the limit is then held against
+    that run again.  --try captures the job's line again with further changes: the optimizer's
+    precision, optimizer or activations on the host, virtual stages, single layers again, and pairs.
+
+    --device is a shipped calibration of context, libraries and NCCL (default h200), a file of
+    benchmarks/tools/device_memory.py, or none: the limit is then held against
     reserved bytes.  --draws takes slices of tier meta; --routing uniform, zipf:A, or a folder of
     --prism-record.
     """
@@ -62,6 +68,8 @@ def fit(args: argparse.Namespace) -> Answer:
 
     path = args.programs
     check_outputs([args.out], args.force, [path])
+    if args.free == 0:
+        raise UsageError("--free of nothing", fix="--free 6GiB")
     answer = answer_about_files("fit", args, [path], [[]])
     if answer is not None:
         return answer
@@ -69,16 +77,22 @@ def fit(args: argparse.Namespace) -> Answer:
     if args.oom is not None:
         return explain_error(args, programs)
     warn_absent(programs)
+    settings = {
+        "machine": args.machine,
+        "calibration": args.calibration,
+        "alloc_conf": args.alloc or "",
+        "device": None if args.device == "none" else args.device,
+    }
     found = fit_programs(
         programs,
         limit=args.limit,
         headroom=args.headroom or 0,
-        machine=args.machine,
-        calibration=args.calibration,
-        alloc_conf=args.alloc or "",
-        device=None if args.device == "none" else args.device,
         draws=draws_of(args),
+        free=args.free or 0,
+        **settings,
     )
+    if getattr(args, "try"):
+        found = _with_trials(args, found, settings)
     name = args.of_class or found.worst
     if name not in found.memory.classes:
         raise UsageError(f"there is no class {name}", fix=f"use {', '.join(found.memory.classes)}")
@@ -90,7 +104,7 @@ def fit(args: argparse.Namespace) -> Answer:
         lambda: print(found.to_text(name, args.top) + note, end=""),
         found.to_rows,
         next=_next(args, found, programs),
-        status=int(not found.fits),
+        status=int(not (found.frees_enough if found.free else found.fits)),
         html=found.to_html,
     )
 
@@ -106,6 +120,43 @@ def _write_snapshot(args: argparse.Namespace, program: Program) -> None:
 
 
 _MORE = "--prism-job-flags"
+_VARIABLE = re.compile(r"[A-Z_0-9]+=\S+ ")
+
+
+def _line_of(args: argparse.Namespace, programs: Programs) -> list[str]:
+    """Return the launch line of a job, or its recipe and settings; empty where nobody knows."""
+    recipe = programs.source.get("recipe")
+    line = [*args.given, *args.line] or kept_line(Path(args.programs))
+    if not line and recipe:
+        line = [recipe]
+    return line
+
+
+def _with_trials(args: argparse.Namespace, found: Fit, settings: Mapping[str, Any]) -> Fit:
+    """Capture the job with further changes, into a folder beside its slices."""
+    from megatron_prism.cli.output import console
+    from megatron_prism.features.fit.fit import fit as fit_programs
+    from megatron_prism.features.fit.trials import CapturedLine, with_trials
+
+    if found.programs.source.get("what-if"):
+        message = "--try captures the job as it is, and these programs are changed"
+        raise UsageError(message, fix="prism fit DIR --try, without what-ifs")
+    # a recipe's name alone does not say with which settings it was captured
+    line = [*args.given, *args.line] or kept_line(Path(args.programs))
+    if not line:
+        message = f"{args.programs} does not say of which line it is"
+        raise UsageError(message, fix="prism fit --try … torchrun … pretrain_gpt.py …")
+
+    def weigh(programs: Programs) -> Fit:
+        return fit_programs(programs, limit=found.limit, with_changes=False, **settings)
+
+    captured_line = CapturedLine(
+        words=tuple(line),
+        is_recipe="recipe" in found.programs.source,
+        folder=Path(f"{args.programs}-changes"),
+        console=console(stderr=True),
+    )
+    return with_trials(found, captured_line, weigh)
 
 
 def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
@@ -119,7 +170,7 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     limit = ["--limit", args.limit] if args.limit else []
     best = next((one for one in found.changes if one.fits), None)
     folder, recipe = Path(args.programs), programs.source.get("recipe")
-    line = [*args.given, *args.line] or kept_line(folder) or ([recipe] if recipe else [])
+    line = _line_of(args, programs)
     ask = ["prism", "fit", *limit, *machine]
     if found.fits or not (best or line):
         return shlex.join(["prism", "replay", str(args.programs), *machine])
@@ -130,14 +181,20 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     variable, _, value = best.words.partition("=")
     if variable == "PYTORCH_CUDA_ALLOC_CONF":
         return shlex.join([*ask, str(args.programs), "--alloc", value])
+    # a variable of the environment stands before the command
+    words, before = best.words, ""
+    match = _VARIABLE.match(words)
+    if match is not None:
+        before, words = match[0], words[match.end() :]
     if recipe is not None:
         out = f"{folder}-changed"
-        capture = ["prism", "capture", *line, *shlex.split(best.words), "-o", out]
-        return f"{shlex.join(capture)} && {shlex.join([*ask, out])}"
+        capture = ["prism", "capture", *line, *shlex.split(words), "-o", out]
+        return f"{before}{shlex.join(capture)} && {shlex.join([*ask, out])}"
     ours, _ = split_line(line, options.alone())
     kept = [word for name, words in options.split(ours)[0] if name != _MORE for word in words]
-    more = f"{options.value_of(_MORE, ours)} {best.words}".strip()
-    return shlex.join([*ask, *kept, _MORE, more, *(line[len(ours) :] or ["torchrun", "…"])])
+    more = f"{options.value_of(_MORE, ours)} {words}".strip()
+    asked = [*ask, *kept, _MORE, more, *(line[len(ours) :] or ["torchrun", "…"])]
+    return f"{before}{shlex.join(asked)}"
 
 
 def _held(line: Sequence[str]) -> list[str]:
@@ -157,6 +214,8 @@ COMMANDS = {
             PROGRAMS,
             LIMIT,
             HEADROOM,
+            option("free", arguments.size, "6GiB", "memory to free, in place of a limit"),
+            switch("--try", "capture the job with further changes, too"),
             MACHINE,
             CALIBRATION,
             ALLOC,

@@ -18,6 +18,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
+from megatron_prism.core.units import format_bytes
 from megatron_prism.features.fit import remedies
 from megatron_prism.features.fit.op_times import op_times
 from megatron_prism.features.fit.section import FitSection, JobMemory, sections_of
@@ -44,12 +45,22 @@ class TriedChange:
     num_bytes : what the class that needs most then needs
     fits      : whether that is within the limit
     slower_ns : ns that an iteration takes longer; None where nobody can say
+    captured  : whether a job with the change was captured; else the figure is estimated from the
+                slices without it
+    host_bytes: what a rank then keeps in memory of its host; 0 where it keeps nothing there
     """
 
     words: str
     num_bytes: int
     fits: bool
     slower_ns: int | None
+    captured: bool = False
+    host_bytes: int = 0
+
+    @property
+    def order(self) -> tuple[bool, bool, int, int]:
+        """Key by which changes are listed: those that fit first, then by what they cost."""
+        return not self.fits, self.slower_ns is None, self.slower_ns or 0, self.num_bytes
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,9 @@ class Fit:
     job          : programs and figures that sections are made of
     headline     : what to say first of the iteration; None likewise
     sections     : what other features say of the job
+    free         : bytes that are to be freed, by which the limit is less than the job needs; 0
+                   where a limit was given
+    refused      : words of changes that were captured and that the job refuses -> why
     """
 
     limit: int
@@ -92,6 +106,8 @@ class Fit:
     job: JobMemory = dataclasses.field(repr=False)
     headline: Headline | None = None
     sections: tuple[FitSection, ...] = ()
+    free: int = 0
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def programs(self) -> Programs:
@@ -107,6 +123,11 @@ class Fit:
     def steps_fit(self) -> bool:
         """Whether the train steps of every class do, those of later iterations, too."""
         return not self.overruns and not self.at_risk
+
+    @property
+    def frees_enough(self) -> bool:
+        """Whether a change brings every class within the limit."""
+        return any(change.fits for change in self.changes)
 
     @property
     def overruns_beside(self) -> dict[str, str]:
@@ -167,7 +188,9 @@ class Fit:
             **({} if host is None else {"host": vars(host)}),
             "overruns": {name: vars(one) for name, one in self.overruns.items()},
             "risks": {name: vars(risk) for name, risk in self.risks.items()},
+            "free": self.free,
             "changes": [vars(one) for one in self.changes],
+            "refused_changes": dict(self.refused),
             **{section.name: section.to_json() for section in self.sections},
             "provenance": self.memory.provenance,
         }
@@ -198,6 +221,8 @@ def fit(
     alloc_conf: str = "",
     device: str | None = DEFAULT,
     draws: Draws | None = None,
+    free: int = 0,
+    with_changes: bool = True,
 ) -> Fit:
     """Say whether a job fits, what its peak is made of and which change makes it fit.
 
@@ -211,22 +236,26 @@ def fit(
         alloc_conf: as of ``peak_memory``.
         device: as of ``peak_memory``.
         draws: as of ``peak_memory``.
+        free: bytes that the job shall need less than it does; in place of a limit.
+        with_changes: whether to try changes where the job does not fit.
 
     Raises:
-        UsageError: the programs recorded no memory, or nobody knows the limit.
+        UsageError: the programs recorded no memory, nobody knows the limit, or there is as well a
+            limit as something to free.
     """
     memory = peak_memory(programs, alloc_conf=alloc_conf, device=device, draws=draws)
-    priced: PricedGraph | None = None
-    try:
-        priced = price(programs, machine=machine, calibration=calibration)
-    except PrismError:
-        if limit is None or machine is not None:
-            raise
-    most, source = _limit(limit, None if priced is None else priced.machine)
-    if headroom >= max(most, 1):
-        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
-    most -= headroom
+    # only a price says whose memory the limit is
+    is_asked = machine is not None or (limit is None and not free)
+    priced = _price_of(programs, machine, calibration, is_asked)
     needs = {name: needed(one) for name, one in memory.classes.items()}
+    machine_of_job = None
+    if priced is not None:
+        machine_of_job = priced.machine
+    if free:
+        most, source = _limit_that_frees(free, needs, limit)
+    else:
+        most, source = _limit(limit, machine_of_job)
+    most = _less_headroom(most, headroom)
     settings = allocator.Settings.parse(alloc_conf)
     of = {name: first_program(programs, one) for name, one in memory.classes.items()}
     overruns = {
@@ -242,10 +271,10 @@ def fit(
     if not overruns:
         risks = _risks(memory, of, most, settings, worst, times)
     changes: tuple[TriedChange, ...] = ()
-    if overruns:
-        changes = _tried(memory, of, needs, most, settings, priced, programs.world.size)
-    elif any(risk.failed for risk in risks.values()):
-        num_ranks = programs.world.size
+    num_ranks = programs.world.size
+    if with_changes and overruns:
+        changes = _tried(memory, of, needs, most, settings, priced, num_ranks)
+    elif with_changes:
         changes = _without_holes(memory, of, risks, most, settings, num_ranks, times)
     ns = None
     first = None
@@ -254,7 +283,9 @@ def fit(
         first = headline(priced.timeline)
     job = JobMemory(programs, memory, most)
     sections = sections_of(job)
-    return Fit(most, source, memory, worst, overruns, risks, changes, ns, job, first, sections)
+    return Fit(
+        most, source, memory, worst, overruns, risks, changes, ns, job, first, sections, free
+    )
 
 
 def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
@@ -267,6 +298,43 @@ def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
         name = "the job's machine" if machine is None else machine.name
         raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
     return machine.device_memory, machine.name
+
+
+def _price_of(
+    programs: Programs,
+    machine: MachineLike | None,
+    calibration: CalibrationLike | None,
+    is_asked: bool,
+) -> PricedGraph | None:
+    """Return the price of a job; None where it has none and nobody asked for it."""
+    try:
+        return price(programs, machine=machine, calibration=calibration)
+    except PrismError:
+        if is_asked:
+            raise
+    return None
+
+
+def _less_headroom(limit: int, headroom: int) -> int:
+    """Return what the headroom leaves of the limit."""
+    if headroom >= max(limit, 1):
+        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
+    return limit - headroom
+
+
+def _limit_that_frees(
+    free: int, needs: Mapping[str, int], limit: int | str | None
+) -> tuple[int, str]:
+    """Return the limit within which the job needs ``free`` bytes less, and whose it is."""
+    if limit is not None:
+        message = "a limit and what to free beside it"
+        raise UsageError(message, fix="--limit 80GB --headroom 6GiB, or --free 6GiB alone")
+    most = max(needs.values()) - free
+    if most <= 0:
+        have = format_bytes(max(needs.values()))
+        message = f"the job needs {have}, and {format_bytes(free)} of it cannot be freed"
+        raise UsageError(message, fix="--free 6GiB")
+    return most, f"{format_bytes(free)} less than the job needs"
 
 
 def _overrun(program: Program, segments: int, settings: allocator.Settings) -> Overrun:
@@ -318,8 +386,9 @@ def _without_holes(
     num_ranks: int,
     times: Mapping[str, OpTimes | None],
 ) -> tuple[TriedChange, ...]:
-    """Expandable segments, where the same draws get through with them."""
-    if settings.expandable:
+    """Expandable segments, where draws run out and the same get through with them."""
+    runs_out = any(risk.failed for risk in risks.values())
+    if settings.expandable or not runs_out:
         return ()
     expandable = dataclasses.replace(settings, expandable=True)
     most = 0
@@ -375,7 +444,7 @@ def _tried(
         if how is not None:
             slower = None if priced is None else _slower(priced, how)
         tried.append(TriedChange(words, num_bytes, num_bytes <= limit, slower))
-    return tuple(sorted(tried, key=lambda one: (not one.fits, one.slower_ns or 0, one.num_bytes)))
+    return tuple(sorted(tried, key=lambda change: change.order))
 
 
 def _slower(priced: PricedGraph, how: remedies.Recomputation) -> int:

@@ -29,9 +29,11 @@ _FEWEST_WITH_SHARES = 10  # draws of which a tenth can be told
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
     shown_class = shown or found.worst
+    # where memory is to be freed, no limit is known
+    overruns = {} if found.free else found.overruns
     parts: list[Iterable[str]] = [
         _verdict(found),
-        class_table(found.memory, found.overruns, found.at_risk),
+        class_table(found.memory, overruns, found.at_risk),
         _host(found.host),
         _peak(found, shown_class, top),
     ]
@@ -44,6 +46,10 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
 
 def _verdict(found: Fit) -> Iterator[str]:
     limit = format_bytes(found.limit)
+    # nothing runs out where the job shall need less
+    if found.free:
+        yield from _freeing(found)
+        return
     source = f" ({found.limit_source})" if found.limit_source else ""
     runs_out = bool(found.overruns) or bool(found.overruns_beside)
     verdict = "does not fit"
@@ -78,6 +84,16 @@ def _verdict(found: Fit) -> Iterator[str]:
         yield from folded(f"  {text}", 4)
     if asks := precision_of(found.programs).asks:
         yield from folded(f"  {asks}", 4)
+
+
+def _freeing(found: Fit) -> Iterator[str]:
+    """Say whether a change frees as much as is asked for."""
+    free, needs = format_bytes(found.free), format_bytes(found.limit + found.over)
+    text = f"no change that was tried frees {free}"
+    if found.frees_enough:
+        text = f"{counted(sum(change.fits for change in found.changes), 'change')} free {free}"
+    yield from folded(text)
+    yield from folded(f"  {found.worst} needs most: {needs}", 4)
 
 
 def _host(need: HostNeed | None) -> Iterator[str]:
@@ -181,15 +197,37 @@ def changes_of(found: Fit) -> Iterator[str]:
     if found.steps_fit:
         return
     enough = any(one.fits for one in found.changes)
-    yield "what frees memory, tried on the slices" if found.changes else (
-        "nothing that can be tried on the slices frees memory of the peak")  # fmt: skip
-    for one in found.changes:
-        yield from folded(f"  {one.words}", 4)
-        yield from folded(f"    {outcome(one, found.limit, found.iteration_ns)}", 6)
+    captured: list[TriedChange] = []
+    estimated: list[TriedChange] = []
+    for change in found.changes:
+        listed = captured if change.captured else estimated
+        listed.append(change)
+    if captured:
+        yield "what frees memory, captured with the change"
+        yield from _outcomes(captured, found)
+    if estimated:
+        yield "what frees memory, tried on the slices"
+        yield from _outcomes(estimated, found)
+    if not found.changes:
+        yield "nothing that can be tried on the slices frees memory of the peak"
+    for change_words, why in found.refused.items():
+        yield from folded(f"  refused by the job: {change_words}: {why}", 4)
+    if not captured and not found.refused:
+        text = (
+            "--try captures the job with further changes: optimizer and activations on the host, "
+        )
+        text += "virtual stages, single layers again"
+        yield from folded(f"  {text}", 2)
     if not enough:
         yield from folded("  none of these is enough: weights, gradients and optimizer shrink with "
                           "more pipeline, tensor or expert ranks, activations with context "
                           "parallelism: prism sweep tries them", 2)  # fmt: skip
+
+
+def _outcomes(changes: Iterable[TriedChange], found: Fit) -> Iterator[str]:
+    for change in changes:
+        yield from folded(f"  {change.words}", 4)
+        yield from folded(f"    {outcome(change, found.limit, found.iteration_ns)}", 6)
 
 
 def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
@@ -197,8 +235,12 @@ def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
     left = format_bytes(abs(limit - one.num_bytes))
     room = f"fits, {left} to spare" if one.fits else f"{left} too much"
     text = f"{format_bytes(one.num_bytes)}: {room}"
+    if one.host_bytes:
+        text += f", {format_bytes(one.host_bytes)} of host memory a rank"
     if one.slower_ns is None or iteration_ns is None:
         return f"{text}; its time is not known"
+    if one.slower_ns < 0:
+        return f"{text}; an iteration takes {format_ns(-one.slower_ns)} less"
     if one.slower_ns == 0:
         return f"{text}; an iteration takes no longer"
     slower = format_change(one.slower_ns / iteration_ns)
