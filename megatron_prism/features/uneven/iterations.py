@@ -15,6 +15,7 @@ from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.kinds import InputKind
 from megatron_prism.features.uneven.outcome import Outcome, examine
 from megatron_prism.features.uneven.rank_programs import Sources
+from megatron_prism.features.uneven.samples import Batches
 from megatron_prism.graph import world_graph
 
 
@@ -33,6 +34,9 @@ class IterationOutcome:
     iteration: int
     iterations: int
     distinct: int
+
+
+_MOST_OPS = 60_000  # that programs of drawn iterations have together: some 10 s
 
 
 def examine_iterations(sources: Sources, inputs: Sequence[UnevenInput]) -> IterationOutcome:
@@ -59,6 +63,43 @@ def examine_iterations(sources: Sources, inputs: Sequence[UnevenInput]) -> Itera
         if outcome.stops or number == len(per_iteration):
             return IterationOutcome(outcome, number, len(per_iteration), len(outcomes))
     raise UsageError("no rank gets another input", fix="prism uneven DIR microbatches=dp=1:3")
+
+
+def examine_batches(sources: Sources, batches: Batches) -> IterationOutcome:
+    """Find a drawn iteration in which the job stops.
+
+    The iteration with the longest sample and the one with the shortest come first, then the others
+    in their order, as many as can be examined in some seconds.
+
+    Args:
+        sources: Where programs come from.
+        batches: The drawn samples.
+
+    Returns:
+        The first that stops, else the last that was examined; ``distinct`` says how many were.
+
+    Raises:
+        PrismError: As ``examine_iterations``.
+    """
+    world_graph.build(sources.captured).check_fits()
+    world = sources.captured.world
+    ops = sum(len(program) for program in sources.captured.programs) * world.dp
+    most = max(1, _MOST_OPS // max(1, ops))
+    longest = int(batches.tokens.max(axis=(1, 2)).argmax())
+    shortest = int(batches.tokens.min(axis=(1, 2)).argmin())
+    order = dict.fromkeys((longest, shortest, *range(len(batches))))
+    seen: set[bytes] = set()
+    for iteration in order:
+        lengths = batches.tokens[iteration].tobytes()
+        # iterations with the same lengths end alike
+        if lengths in seen:
+            continue
+        seen.add(lengths)
+        outcome = examine(sources, batches.inputs_of(iteration, world))
+        last = iteration
+        if outcome.stops or len(seen) >= most:
+            break
+    return IterationOutcome(outcome, last + 1, len(batches), len(seen))
 
 
 def split_iterations(

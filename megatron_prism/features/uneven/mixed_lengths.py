@@ -2,7 +2,9 @@
 
 In : captures of one job at several lengths.  Out: programs in which each microbatch does what the
 capture of its length does.  Only where all captures do the same ops in the same order can one
-microbatch be taken from one and the next from another; where they do not, that is refused.
+microbatch be taken from one and the next from another; where they do not, that is refused.  Calls
+of a length between captured ones have sizes on the straight line through the two captures next to
+it; a call whose size leaves that line in a third capture is refused.  Such programs have no times.
 
 Messages between stages have no microbatch of their own: the n-th of a direction is that of the n-th
 microbatch, which the schedule without chunks keeps.  Without ``--variable-seq-lengths`` a stage
@@ -23,6 +25,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UnsupportedError
 from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR, Op
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.features.uneven.between_lengths import op_between
 from megatron_prism.replay.microbatches import microbatch_count
 
 # settings that follow from the length
@@ -73,6 +76,7 @@ class LengthCaptures:
                 )
             _check_same_job(captured, other)
             self.by_length[length] = other
+        self._readable: dict[int, list[Op]] = {}  # by id of a captured program
         self.microbatches = microbatch_count(captured)
         self.lengths_vary = settings.get("variable_seq_lengths", "").lower() == "true"
         world = captured.world
@@ -107,28 +111,42 @@ class LengthCaptures:
                 f"{len(wanted)} lengths for {self.microbatches} microbatches",
                 fix="a length for each microbatch, or one for all",
             )
-        for length in wanted:
-            if length not in self.by_length:
-                sorted_lengths = sorted(self.by_length)
-                captured = ", ".join(map(str, sorted_lengths))
-                raise ProgramError(
-                    f"no capture is of {length} tokens; there are {captured}",
-                    fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
-                )
+        between = [length for length in wanted if length not in self.by_length]
+        if between and len(self.by_length) < 2:
+            length = between[0]
+            sorted_lengths = sorted(self.by_length)
+            captured = ", ".join(map(str, sorted_lengths))
+            raise ProgramError(
+                f"no capture is of {length} tokens; there are {captured}",
+                fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
+            )
         mixed: list[Program] = []
         for number, base in enumerate(self.captured.programs):
-            program_of_length: dict[int, Program] = {}
-            for length in wanted:
-                capture = self.by_length[length]
-                program_of_length[length] = capture.programs[number]
-            mixed_program = self._mixed(base, program_of_length, wanted)
+            programs: dict[int, Program] = {}
+            for length, capture in self.by_length.items():
+                is_needed = length in wanted
+                # a length between captures needs all of them
+                if between:
+                    is_needed = True
+                if is_needed:
+                    programs[length] = capture.programs[number]
+            mixed_program = self._mixed(base, programs, wanted)
             mixed.append(mixed_program)
         return dataclasses.replace(self.captured, programs=tuple(mixed))
 
-    def _mixed(self, base: Program, programs: Mapping[int, Program], wanted: list[int]) -> Program:
-        """Make one program of which each microbatch comes from the program of its length."""
-        for length, program in programs.items():
-            _check_aligned(base, program, length)
+    def check_aligned(self) -> None:
+        """Raise ProgramError unless all captures do the same ops, of any sizes."""
+        for length, capture in self.by_length.items():
+            for number, base in enumerate(self.captured.programs):
+                program = capture.programs[number]
+                _check_aligned(base, program, length)
+
+    def microbatch_of_ops(self, base: Program) -> np.ndarray:
+        """Say which microbatch each op belongs to: int64 [ops], -1: none.
+
+        Raises:
+            UnsupportedError: A rank exchanges more messages than it has microbatches.
+        """
         message_of_op = _numbers_of_messages(base)
         if int(message_of_op.max(initial=-1)) >= self.microbatches:
             raise UnsupportedError(
@@ -136,18 +154,39 @@ class LengthCaptures:
                 "so their lengths are not known",
                 fix=_FIX,
             )
-        microbatch_of_op = np.where(message_of_op >= 0, message_of_op, base.ops["microbatch"])
+        return np.where(message_of_op >= 0, message_of_op, base.ops["microbatch"])
+
+    def _ops(self, program: Program) -> list[Op]:
+        """Read all ops of a captured program once."""
+        key = id(program)
+        if key not in self._readable:
+            self._readable[key] = list(program)
+        return self._readable[key]
+
+    def _mixed(self, base: Program, programs: Mapping[int, Program], wanted: list[int]) -> Program:
+        """Make one program of which each microbatch comes from the program of its length."""
+        for length, program in programs.items():
+            _check_aligned(base, program, length)
+        microbatch_of_op = self.microbatch_of_ops(base)
+        message_of_op = _numbers_of_messages(base)
+        base_ops = self._ops(base)
+        ops_of_length: dict[int, list[Op]] = {}
+        for length, program in programs.items():
+            ops_of_length[length] = self._ops(program)
         ops: list[Op] = []
         for place, microbatch in enumerate(microbatch_of_op.tolist()):
-            own_op = base[place]
+            own_op = base_ops[place]
             # outside of microbatches nothing may depend on lengths
             if microbatch < 0:
-                for length, program in programs.items():
-                    _check_equal_call(own_op, program[place], length)
+                for length, other_ops in ops_of_length.items():
+                    _check_equal_call(own_op, other_ops[place], length)
                 ops.append(own_op)
                 continue
             length = wanted[microbatch]
-            op = programs[length][place]
+            if length in programs:
+                op = ops_of_length[length][place]
+            else:
+                op = op_between(ops_of_length, place, length)
             # the buffer of a receive is as long as --seq-length says
             if op.name == "recv" and message_of_op[place] >= 0 and not self.lengths_vary:
                 op = own_op

@@ -1,0 +1,138 @@
+"""Ops of lengths between captured ones.
+
+In : the ops of one place in captures of several lengths.  Out: the op of another length, its sizes
+on the straight line through the two captures next to it, without times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_prism.core.errors import ProgramError
+from megatron_prism.core.ops import Op
+
+
+def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -> Op:
+    """Make the op of a length that was not captured.
+
+    Args:
+        ops_of_length: Tokens of a sample -> the ops of that length; two lengths at least.
+        place: The op's index.
+        length: Tokens of a sample.
+
+    Raises:
+        ProgramError: Its sizes are on no straight line, or no whole numbers there.
+    """
+    lower, upper = lengths_around(sorted(ops_of_length), length)
+    sizes_in: dict[int, int] = {}
+    sizes_out: dict[int, int] = {}
+    for captured, all_ops in ops_of_length.items():
+        captured_op = all_ops[place]
+        sizes_in[captured] = captured_op.num_in
+        sizes_out[captured] = captured_op.num_out
+    op = ops_of_length[lower][place]
+    upper_op = ops_of_length[upper][place]
+    num_in = _on_line(sizes_in, lower, upper, length)
+    num_out = _on_line(sizes_out, lower, upper, length)
+    shape = _shape_between(op.shape, upper_op.shape, length - lower, upper - lower)
+    if num_in is None or num_out is None:
+        raise ProgramError(
+            f"the size of {op.name} in {op.group} @{op.site} follows lengths on no straight line, "
+            f"so it is not known for {length} tokens",
+            fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
+        )
+    # nobody timed this length
+    return Op(
+        op.name,
+        op.group,
+        op.dtype,
+        num_in,
+        num_out,
+        op.reduce,
+        op.peer,
+        op.root,
+        stream=op.stream,
+        handle=op.handle,
+        batch=op.batch,
+        phase=op.phase,
+        microbatch=op.microbatch,
+        chunk=op.chunk,
+        shape=shape,
+        site=op.site,
+        note=op.note,
+    )
+
+
+def _on_line(sizes: Mapping[int, int], lower: int, upper: int, length: int) -> int | None:
+    """Find the size at a length on the straight line through two captures.
+
+    Args:
+        sizes: Tokens of a sample -> the size in that capture.
+        lower: The capture below.
+        upper: The capture above.
+        length: Tokens of a sample.
+
+    Returns:
+        None: another capture is beside the line, or the size is no whole number.
+    """
+    lower_size = sizes[lower]
+    rise = sizes[upper] - lower_size
+    run = upper - lower
+    for captured, size in sizes.items():
+        own_rise = size - lower_size
+        own_run = captured - lower
+        on_line = rise * own_run
+        if own_rise * run != on_line:
+            return None
+    own_run = length - lower
+    on_line = rise * own_run
+    own_rise, rest = divmod(on_line, run)
+    if rest:
+        return None
+    return lower_size + own_rise
+
+
+def _shape_between(lower: str, upper: str, part: int, whole: int) -> str:
+    """Write the shape of a length between two captures.
+
+    Args:
+        lower: The shape in the capture below.
+        upper: The shape in the capture above.
+        part: How far the length is from the one below, tokens.
+        whole: How far the captures are from each other, tokens.
+
+    Returns:
+        "" if dimensions are not known.
+    """
+    lower_dims = lower.split("x")
+    upper_dims = upper.split("x")
+    if len(lower_dims) != len(upper_dims):
+        return ""
+    dims: list[str] = []
+    for lower_text, upper_text in zip(lower_dims, upper_dims, strict=True):
+        if not lower_text.isdecimal() or not upper_text.isdecimal():
+            return ""
+        lower_dim = int(lower_text)
+        rise = int(upper_text) - lower_dim
+        own_rise, rest = divmod(rise * part, whole)
+        if rest:
+            return ""
+        dim = lower_dim + own_rise
+        dims.append(str(dim))
+    return "x".join(dims)
+
+
+def lengths_around(captured: Sequence[int], length: int) -> tuple[int, int]:
+    """Find the two captured lengths next to a length; the outermost two of a length outside.
+
+    Args:
+        captured: Tokens of a sample, ascending; two at least.
+        length: Tokens of a sample.
+    """
+    place = int(np.searchsorted(captured, length))
+    last = len(captured) - 1
+    place = min(place, last)
+    place = max(place, 1)
+    return captured[place - 1], captured[place]

@@ -1,0 +1,229 @@
+"""What comes of the samples of a run: calls that match or not, and step times.
+
+In : captures of one job at several lengths, and where its samples come from.  Out: ``DrawnRun``,
+and its text and JSON.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program import Programs
+from megatron_prism.core.units import counted, format_ns, format_percent
+from megatron_prism.features.uneven.inputs import UnevenInput
+from megatron_prism.features.uneven.iterations import IterationOutcome, examine_batches
+from megatron_prism.features.uneven.length_curves import make_curves
+from megatron_prism.features.uneven.mixed_lengths import LengthCaptures, sequence_length
+from megatron_prism.features.uneven.packed_data import DataJob, read_index
+from megatron_prism.features.uneven.rank_programs import Sources
+from megatron_prism.features.uneven.samples import Batches, draw, listed, read_law
+from megatron_prism.features.uneven.step_times import StepTimes, step_times
+
+DEFAULT_ITERATIONS = 200
+_MASKS = "dataloader_inter_document_masking"  # of the job's settings
+
+
+@dataclass(frozen=True)
+class DrawnRun:
+    """What comes of the samples of a run.
+
+    Attributes:
+        batches: The samples.
+        calls: Whether calls match.
+        times: Step times; None: the job stops, or one capture alone says nothing of other lengths.
+    """
+
+    batches: Batches
+    calls: IterationOutcome
+    times: StepTimes | None
+
+
+def batches_of_file(
+    path: str | os.PathLike[str], captures: LengthCaptures, iterations: int, seed: int
+) -> Batches:
+    """Make the samples that a file says.
+
+    Args:
+        path: An ``.idx`` file, or JSON lines that say how often lengths occur.
+        captures: The job that reads them.
+        iterations: Of the run.
+        seed: Of the draws; an ``.idx`` file is shuffled by the job's own ``--seed``.
+
+    Raises:
+        UsageError: The file is none of these.
+        UnsupportedError: An ``.idx`` file, and there is no megatron-core here.
+    """
+    programs = captures.captured
+    settings = job_settings.plain(job_settings.line_of(programs.source))
+    samples_per_microbatch = _samples_per_microbatch(programs, captures.microbatches)
+    dp = programs.world.dp
+    if os.fspath(path).endswith(".idx"):
+        seed_of_job = settings.get("seed", DataJob.seed)
+        split = settings.get("split", DataJob.split)
+        job = DataJob(
+            sequence_length=sequence_length(programs),
+            dp=dp,
+            microbatches=captures.microbatches,
+            samples_per_microbatch=samples_per_microbatch,
+            seed=int(seed_of_job),
+            split=split,
+        )
+        return read_index(path, job, iterations)
+    law = read_law(path, programs.world)
+    shape = iterations, dp, captures.microbatches
+    return draw(law, shape, samples_per_microbatch, seed)
+
+
+def batches_of_lists(inputs: Sequence[UnevenInput], captures: LengthCaptures) -> Batches:
+    """Make the samples that lists of lengths say; UsageError as ``listed``."""
+    usual = sequence_length(captures.captured)
+    world = captures.captured.world
+    return listed(inputs, world, captures.microbatches, usual, "as listed")
+
+
+def _samples_per_microbatch(programs: Programs, microbatches: int) -> int:
+    """Return the micro batch size of a capture; 1 if it does not say it."""
+    tokens = int(programs.source.get("tokens_per_iteration", 0))
+    samples = tokens // sequence_length(programs)
+    microbatches_of_all = programs.world.dp * microbatches
+    return max(1, samples // microbatches_of_all)
+
+
+def examine_run(
+    sources: Sources,
+    batches: Batches,
+    machine: str | None = None,
+    calibration: str | None = None,
+) -> DrawnRun:
+    """Find whether calls match, and how long steps take.
+
+    Args:
+        sources: Where programs come from, with captures at several lengths.
+        batches: The samples.
+        machine: As of ``price``.
+        calibration: As of ``price``.
+
+    Raises:
+        UsageError: Samples are packed, and there are fewer than three captures.
+        PrismError: As ``examine_iterations`` and ``make_curves``.
+    """
+    captures = sources.lengths
+    assert captures is not None  # the command makes them
+    calls = examine_batches(sources, batches)
+    if calls.outcome.stops:
+        return DrawnRun(batches, calls, None)
+    captured = sorted(captures.by_length)
+    if batches.is_packed and 1 < len(captured) < 3:
+        raise UsageError(
+            "two captures do not say what attention takes, which packed documents have less of",
+            fix="a third length: capture=DIR",
+        )
+    if len(captured) < 2:
+        return DrawnRun(batches, calls, None)
+    curves = make_curves(captures, machine, calibration)
+    return DrawnRun(batches, calls, step_times(curves, batches))
+
+
+# -- forms -----------------------------------------------------------------------------------------
+def to_text(run: DrawnRun, settings_of_job: dict[str, str]) -> str:
+    """Write it for a terminal, behind what is said of calls."""
+    batches = run.batches
+    iterations, dp, microbatches = batches.tokens.shape
+    lines = [
+        f"samples       {counted(iterations, 'iteration')} of {counted(dp, 'dp rank')} x "
+        f"{counted(microbatches, 'microbatch')}, {batches.source}"
+    ]
+    if batches.is_packed:
+        squares_of_one = batches.tokens.astype(float) ** 2
+        attended = float(batches.squares.mean() / squares_of_one.mean())
+        lines.append(
+            f"              packed documents: they attend to {format_percent(attended)} of what "
+            "samples of one document would"
+        )
+        if settings_of_job.get(_MASKS, "").lower() != "true":
+            lines.append(
+                "              the job attends across documents unless its data loader masks them "
+                "(--dataloader-inter-document-masking, --sft): then its steps are equal"
+            )
+    else:
+        shortest, longest = int(batches.tokens.min()), int(batches.tokens.max())
+        lines.append(f"              {shortest:,} to {longest:,} tokens")
+    lines.append(f"calls         {run.calls.distinct} different iterations examined, all match")
+    if run.times is None:
+        lines.append("step time     not known: capture=DIR of the job at other lengths")
+        return "\n".join(lines)
+    lines += _lines_of_times(run.times)
+    return "\n".join(lines)
+
+
+def _lines_of_times(times: StepTimes) -> list[str]:
+    """Write step times."""
+    low = format_ns(times.at_share(0.05))
+    middle = format_ns(times.at_share(0.5))
+    high = format_ns(times.at_share(0.95))
+    slowest = int(times.step_ns.argmax())
+    longest_ns = int(times.step_ns[slowest])
+    longest = format_ns(longest_ns)
+    mean_ns = float(times.step_ns.mean())
+    last_rank = int(times.last_share.argmax())
+    last_share = float(times.last_share[last_rank])
+    last = format_percent(last_share)
+    wait_ns = round(times.mean_wait_ns)
+    wait = format_ns(wait_ns)
+    wait_share = format_percent(times.mean_wait_ns / mean_ns)
+    captured = ", ".join(f"{length:,}" for length in times.lengths)
+    lines = [
+        f"step time     median {middle}, 5 % to 95 %: {low} to {high}, longest {longest} "
+        f"(iteration {slowest + 1})",
+        f"              {format_ns(times.equal_ns)} if all samples had the mean length",
+        f"waiting       a dp rank waits {wait} ({wait_share} of a mean step) for others; dp rank "
+        f"{last_rank} is the last in {last} of the steps",
+        f"fair deal     the same microbatches, dealt by their work, save "
+        f"{format_percent(times.balanced_gain)} of a mean step",
+        f"based on      captures of {captured} tokens, interpolated",
+    ]
+    if times.outside:
+        outside = format_percent(times.outside)
+        lines.append(
+            f"              {outside} of the microbatches are outside of these: extrapolated; "
+            "capture=DIR of the longest and the shortest length says what they take"
+        )
+    lines += [f"              {source}" for source in times.sources]
+    return lines
+
+
+def to_json(run: DrawnRun) -> dict[str, object]:
+    """Make its JSON form; times in ns."""
+    batches = run.batches
+    iterations, dp, microbatches = batches.tokens.shape
+    value: dict[str, object] = {
+        "iterations": iterations,
+        "dp": dp,
+        "microbatches": microbatches,
+        "source": batches.source,
+        "packed": batches.is_packed,
+        "shortest": int(batches.tokens.min()),
+        "longest": int(batches.tokens.max()),
+        "examined": run.calls.distinct,
+        "times": None,
+    }
+    times = run.times
+    if times is not None:
+        value["times"] = {
+            "step_ns": times.step_ns.tolist(),
+            "equal_ns": times.equal_ns,
+            "spread": times.spread,
+            "wait_ns": np.rint(times.wait_ns).astype(int).tolist(),
+            "last_share": times.last_share.tolist(),
+            "balanced_ns": times.balanced_ns.tolist(),
+            "captured_lengths": list(times.lengths),
+            "extrapolated": times.outside,
+            "sources": list(times.sources),
+        }
+    return value
