@@ -16,7 +16,7 @@ from megatron_prism.graph import world_graph
 from megatron_prism.replay.priced_graph import price
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.ci]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.ci, pytest.mark.every_release]
 
 
 PP = "PIPELINE_MODEL_PARALLEL_GROUP"

@@ -285,7 +285,15 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.megatron
-@pytest.mark.parametrize("more", ["", "num_experts=4 moe_token_dispatcher_type=alltoall"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        pytest.param(
+            "num_experts=4 moe_token_dispatcher_type=alltoall", id="experts", marks=pytest.mark.ci
+        ),
+    ],
+)
 def test_a_job_of_one_iteration_holds_what_a_longer_one_does(more, tmp_path):
     """The optimizer makes its states at the end of the first iteration: one more runs, said."""
     pytest.importorskip("megatron.core")

@@ -174,7 +174,10 @@ recompute_granularity=full recompute_method=uniform recompute_num_layers=1
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("recompute", [(), FULL], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "recompute",
+    [pytest.param((), id="kept"), pytest.param(FULL, id="recomputed", marks=pytest.mark.ci)],
+)
 def test_a_peak_is_that_of_a_run_with_these_loads(tmp_path, recompute):
     """A capture with even loads predicts, to the byte, the peak of a run with others."""
     pytest.importorskip("megatron.core")
@@ -254,7 +257,9 @@ def test_a_rank_with_all_experts_keeps_every_copy():
     assert drawn.add(object(), even, 4).tolist() == (even + 5).tolist()
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    "dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.ci)]
+)
 @pytest.mark.megatron
 def test_experts_of_a_tensor_parallel_job_without_expert_parallelism(tmp_path, capsys, dispatcher):
     """Its capture ended in a gradient of another shape than the tokens."""

@@ -33,6 +33,8 @@ def captured(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.megatron
 def test_every_op_is_that_of_all(captured):
     (said, few), (_, whole) = captured
     assert " ".join(said.split()).count("8 of 24 microbatches run") == 1
@@ -45,6 +47,8 @@ def test_every_op_is_that_of_all(captured):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.megatron
 def test_every_request_of_the_iteration_is_that_of_all(captured):
     (_, few), (_, whole) = captured
     for one, other in zip(few.programs, whole.programs, strict=True):

@@ -419,6 +419,7 @@ def test_scripts_are_javascript(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_page_of_a_large_world_stays_small():
     world = World(8192, tp=8, pp=16, cp=2)
     programs = tuple(

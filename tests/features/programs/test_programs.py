@@ -82,6 +82,7 @@ UNEVEN = """
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.megatron
 @pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core")
 def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):

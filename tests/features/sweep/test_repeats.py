@@ -60,7 +60,10 @@ def captured(server, tmp_path, settings, stage, alike=(), repeat=True, more=None
             for place in (stage, *alike)}  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [PLAIN, INTERLEAVED])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(PLAIN, id="plain", marks=pytest.mark.ci), pytest.param(INTERLEAVED, id="vpp")],
+)
 def test_what_is_written_again_is_what_running_it_records(server, tmp_path, settings):
     written = captured(server, tmp_path, settings, 1, alike=(2,))
     (ran,) = captured(server, tmp_path, settings, 1, repeat=False).values()
@@ -72,8 +75,10 @@ def test_what_is_written_again_is_what_running_it_records(server, tmp_path, sett
     assert written[2] == dataclasses.replace(ran, allocations=ran.allocations[:0])
 
 
-@pytest.mark.parametrize("settings", [EXPERTS, RECOMPUTED], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("settings", "stage"), [(EXPERTS, 1), (RECOMPUTED, 3)], ids=["kept", "recomputed"]
+)
 def test_what_dispatchers_hold_goes_in_the_middle_of_the_next_microbatch(
     server, tmp_path, settings, stage
 ):
@@ -84,6 +89,7 @@ def test_what_dispatchers_hold_goes_in_the_middle_of_the_next_microbatch(
     assert np.array_equal(written.history, ran.history[:-1])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("settings", [PLAIN, INTERLEAVED])
 def test_losses_are_written_again(server, tmp_path, settings, monkeypatch):
     """Of the last stage, with what its steps report, in two iterations one behind the other."""
