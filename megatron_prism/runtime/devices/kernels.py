@@ -29,9 +29,9 @@ meter: Meter | None = None
 def fused(name: str, flops: int, *tensors: torch.Tensor | None) -> None:
     """One kernel ``name``: ``flops``, and ``tensors`` are what it reads and writes once."""
     if meter is not None:
-        there = [t for t in tensors if t is not None]
-        traffic = sum(t.numel() * t.element_size() for t in there)
-        meter.add(name, int(flops), traffic, there)
+        read_and_written = [tensor for tensor in tensors if tensor is not None]
+        traffic_bytes = sum(tensor.numel() * tensor.element_size() for tensor in read_and_written)
+        meter.add(name, int(flops), traffic_bytes, read_and_written)
 
 
 def launched_with(launches: int, unseen: float) -> None:
@@ -109,15 +109,17 @@ def masked_softmax_backward(
     if grad.is_meta:
         fused("masked_softmax_backward", 0, grad, results, grad)
         return grad
-    wide, found = grad.float(), results.float()
-    inner = (wide * found).sum(-1, keepdim=True)
-    return grad.copy_(found * (wide - inner) * float(scale))
+    wide_grad = grad.float()
+    shares = results.float()
+    gain_of_row = (wide_grad * shares).sum(-1, keepdim=True)
+    return grad.copy_(shares * (wide_grad - gain_of_row) * float(scale))
 
 
 def batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int:
     """How many rows a block of 128 threads takes: two a warp where a row is short."""
-    power = 1 << max(0, keys - 1).bit_length()
-    return _THREADS // min(power, _WARP) * (2 if power <= 128 else 1)
+    padded_keys = 1 << max(0, keys - 1).bit_length()
+    warps_of_rows = _THREADS // min(padded_keys, _WARP)
+    return warps_of_rows * (2 if padded_keys <= 128 else 1)
 
 
 @differentiable
@@ -131,31 +133,39 @@ def transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 def _transformed(x: torch.Tensor, scale: float) -> torch.Tensor:
-    size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = x.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.is_meta:
-        fused("hadamard", x.numel() * max(size - 1, 1).bit_length(), x, out)
+        steps = max(size - 1, 1).bit_length()
+        fused("hadamard", x.numel() * steps, x, out)
         return out
-    full = 1 << max(size - 1, 0).bit_length()
-    rows = torch.nn.functional.pad(x.float(), (0, full - size)).reshape(-1, full)
-    step = 1
-    while step < full:
-        pairs = rows.view(-1, full // (2 * step), 2, step)
-        rows = torch.stack([pairs.sum(2), pairs[:, :, 0] - pairs[:, :, 1]], 2).view(-1, full)
-        step *= 2
-    return out.copy_((rows[:, :size] * scale).view_as(x))
+    padded_size = 1 << max(size - 1, 0).bit_length()
+    padded = torch.nn.functional.pad(x.float(), (0, padded_size - size))
+    rows = padded.reshape(-1, padded_size)
+    # each step adds and subtracts elements that lie ``distance`` apart
+    distance = 1
+    while distance < padded_size:
+        pairs = rows.view(-1, padded_size // (2 * distance), 2, distance)
+        sums = pairs.sum(2)
+        differences = pairs[:, :, 0] - pairs[:, :, 1]
+        rows = torch.stack([sums, differences], 2).view(-1, padded_size)
+        distance *= 2
+    scaled = rows[:, :size] * scale
+    return out.copy_(scaled.view_as(x))
 
 
 def _accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     """inputs ``[tokens, in]``, grad ``[tokens, out]``, main_grad ``[out, in]`` of its own type."""
-    if main_grad.is_meta:
-        flops = 2 * grad.numel() * inputs.shape[1]
-        if grad.dtype == torch.float32:
-            # with torch's handle of cuBLAS, whose settings decide between fp32 and TF32
-            fused("mm", flops, grad.t(), inputs, main_grad)
-        else:
-            fused("gemm_wgrad", flops, grad, inputs, main_grad)
+    if not main_grad.is_meta:
+        product = grad.t() @ inputs
+        main_grad.add_(product.to(main_grad.dtype))
+        return
+    flops = 2 * grad.numel() * inputs.shape[1]
+    if grad.dtype == torch.float32:
+        # with torch's handle of cuBLAS, whose settings decide between fp32 and TF32
+        fused("mm", flops, grad.t(), inputs, main_grad)
     else:
-        main_grad.add_((grad.t() @ inputs).to(main_grad.dtype))
+        fused("gemm_wgrad", flops, grad, inputs, main_grad)
 
 
 _SOFTMAX: dict[str, Callable[..., object]] = {
@@ -204,26 +214,29 @@ def _tokens(
     """int64 [total]: the place in its sequence of each row; of packed sequences under context
     parallelism a rank holds an early and a late part of each.
     """
-    rows = torch.arange(total)
-    if starts is None:
+    if starts is None:  # [rows, batch]: sequences take turns
         assert batch is not None
-        return rows // batch
-    found = torch.empty(total, dtype=torch.int64)
+        return torch.arange(total) // batch
+    places = torch.empty(total, dtype=torch.int64)
     bounds = [int(start) // cp_size for start in starts.tolist()]
     for first, last in zip(bounds, bounds[1:], strict=False):
         length = last - first
         place = torch.arange(length)
         if cp_size > 1:
-            late = place - length // 2 + (2 * cp_size - cp_rank - 1) * length // 2
-            place = torch.where(place < length // 2, place + cp_rank * length // 2, late)
-        found[first:last] = place
-    return found
+            half = length // 2
+            early = place + cp_rank * length // 2
+            late = place - half + (2 * cp_size - cp_rank - 1) * length // 2
+            place = torch.where(place < half, early, late)
+        places[first:last] = place
+    return places
 
 
 def _halves(table: torch.Tensor, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
     """Left and right half of the rows of cos or sin, [total, 1, width / 2] each."""
-    rows = table.reshape(-1, width)[tokens.to(table.device)].unsqueeze(1)
-    return rows[..., : width // 2], rows[..., width // 2 :]
+    all_rows = table.reshape(-1, width)
+    rows = all_rows[tokens.to(table.device)].unsqueeze(1)
+    half = width // 2
+    return rows[..., :half], rows[..., half:]
 
 
 def _turned(
@@ -233,9 +246,14 @@ def _turned(
     paired: bool = False,
 ) -> torch.Tensor:
     """Interleaved pairs, rotated, as two halves, or ``paired`` as they were."""
-    one, other = pairs[..., 0::2], pairs[..., 1::2]
-    turned = [one * cos[0] - other * sin[0], other * cos[1] + one * sin[1]]
-    return torch.stack(turned, dim=-1).flatten(-2) if paired else torch.cat(turned, dim=-1)
+    cos_left, cos_right = cos
+    sin_left, sin_right = sin
+    even, odd = pairs[..., 0::2], pairs[..., 1::2]
+    left = even * cos_left - odd * sin_left
+    right = odd * cos_right + even * sin_right
+    if paired:
+        return torch.stack([left, right], dim=-1).flatten(-2)
+    return torch.cat([left, right], dim=-1)
 
 
 def _turned_back(
@@ -245,29 +263,42 @@ def _turned_back(
     paired: bool = False,
 ) -> torch.Tensor:
     """The gradient of ``_turned``, as interleaved pairs."""
-    left, right = (turned[..., 0::2], turned[..., 1::2]) if paired else turned.chunk(2, dim=-1)
-    one, other = left * cos[0] + right * sin[1], right * cos[1] - left * sin[0]
-    return torch.stack([one, other], dim=-1).flatten(-2)
+    cos_left, cos_right = cos
+    sin_left, sin_right = sin
+    if paired:
+        left, right = turned[..., 0::2], turned[..., 1::2]
+    else:
+        left, right = turned.chunk(2, dim=-1)
+    even = left * cos_left + right * sin_right
+    odd = right * cos_right - left * sin_left
+    return torch.stack([even, odd], dim=-1).flatten(-2)
 
 
 def _query(turn: Callable[..., torch.Tensor]) -> Computed:
     """The kernel of the query, which turns the last part of each head in place: there or back."""
 
     def run(a: types.SimpleNamespace) -> None:
-        x, head = _first(a, "Q", "DO"), _first(a, "qk_head_dim", "nope_dim")
+        x = _first(a, "Q", "DO")
         tokens = _first(a, "position_ids")  # since 0.20 places in packed sequences may be given
         if tokens is None:
             tokens = _tokens(len(x), a.batch_size, a.cu_seqlens_q, a.cp_rank, a.cp_size)
         sin = -a.SIN if _first(a, "INVERSE") else a.SIN
-        table = _halves(a.COS, tokens, a.emb_dim), _halves(sin, tokens, a.emb_dim)
-        x[..., head:] = turn(x[..., head:], *table, bool(_first(a, "REMOVE_INTERLEAVING")))
+        cos_halves = _halves(a.COS, tokens, a.emb_dim)
+        sin_halves = _halves(sin, tokens, a.emb_dim)
+        paired = bool(_first(a, "REMOVE_INTERLEAVING"))
+        unturned_columns = _first(a, "qk_head_dim", "nope_dim")
+        last_part = x[..., unturned_columns:]
+        x[..., unturned_columns:] = turn(last_part, cos_halves, sin_halves, paired)
 
     return run
 
 
 def _first(a: types.SimpleNamespace, *names: str) -> Any:
     """The argument of the first of ``names`` that this release has; None without any."""
-    return next((getattr(a, name) for name in names if hasattr(a, name)), None)
+    for name in names:
+        if hasattr(a, name):
+            return getattr(a, name)
+    return None
 
 
 Table = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]  # halves of cos and of sin
@@ -287,25 +318,33 @@ def _kv(turn: Callable[..., None], *names: str) -> Computed:
 
 def _forward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool) -> None:
     kv, shared, key, value = tensors
-    key[..., :k_dim], value[...] = kv[..., :k_dim], kv[..., k_dim:]
-    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, -1), *table, paired)
+    key[..., :k_dim] = kv[..., :k_dim]
+    value[...] = kv[..., k_dim:]
+    # heads share what is turned
+    shared_rows = shared.reshape(len(kv), 1, -1)
+    key[..., k_dim:] = _turned(shared_rows, *table, paired)
 
 
 def _backward_kv(tensors: list[torch.Tensor], k_dim: int, table: Table, paired: bool) -> None:
     dk, dv, d_kv, d_shared = tensors
-    d_kv[..., :k_dim], d_kv[..., k_dim:] = dk[..., :k_dim], dv
-    summed = dk[..., k_dim:].float().sum(dim=1, keepdim=True).to(d_shared.dtype)
-    d_shared[...] = _turned_back(summed, *table, paired).reshape(d_shared.shape)
+    d_kv[..., :k_dim] = dk[..., :k_dim]
+    d_kv[..., k_dim:] = dv
+    sum_of_heads = dk[..., k_dim:].float().sum(dim=1, keepdim=True)
+    turned_back = _turned_back(sum_of_heads.to(d_shared.dtype), *table, paired)
+    d_shared[...] = turned_back.reshape(d_shared.shape)
 
 
-_FORWARD, _BACKWARD = ("KV", "K_POS_EMB", "O_KEY", "O_VALUE"), ("dK", "dV", "dKV", "dEMB")
+_query_forward, _query_backward = _query(_turned), _query(_turned_back)
+_kv_forward = _kv(_forward_kv, "KV", "K_POS_EMB", "O_KEY", "O_VALUE")
+_kv_backward = _kv(_backward_kv, "dK", "dV", "dKV", "dEMB")
 COMPUTED = {
-    name: run
-    for names, run in (
-        ("rotary_fwd_q_kernel _mla_rope_fwd_inplace_kernel", _query(_turned)),
-        ("rotary_bwd_q_kernel _mla_rope_bwd_inplace_kernel", _query(_turned_back)),
-        ("rotary_fwd_kv_kernel _mla_rope_fwd_kv_split_kernel", _kv(_forward_kv, *_FORWARD)),
-        ("rotary_bwd_kv_kernel _mla_rope_bwd_kv_split_kernel", _kv(_backward_kv, *_BACKWARD)),
-    )
-    for name in names.split()
+    "rotary_fwd_q_kernel": _query_forward,
+    "rotary_bwd_q_kernel": _query_backward,
+    "rotary_fwd_kv_kernel": _kv_forward,
+    "rotary_bwd_kv_kernel": _kv_backward,
+    # their names since 0.20
+    "_mla_rope_fwd_inplace_kernel": _query_forward,
+    "_mla_rope_bwd_inplace_kernel": _query_backward,
+    "_mla_rope_fwd_kv_split_kernel": _kv_forward,
+    "_mla_rope_bwd_kv_split_kernel": _kv_backward,
 }

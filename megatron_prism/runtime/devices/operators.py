@@ -73,13 +73,51 @@ def _ceil(number: int, by: int) -> int:
 
 def _merged(dimensions: list[_Dimension]) -> list[_Dimension]:
     """By stride, neighbours that are laid out as one made one (TensorIterator's coalescing)."""
-    found: list[_Dimension] = []
-    for one in sorted(dimensions, key=lambda d: d.stride):
-        if found and found[-1].stride * found[-1].size == one.stride:
-            found[-1] = _Dimension(found[-1].size * one.size, found[-1].stride)
-        elif one.size > 1:
-            found.append(one)
-    return found
+    merged = list[_Dimension]()
+    for dimension in sorted(dimensions, key=lambda dimension: dimension.stride):
+        if merged and merged[-1].stride * merged[-1].size == dimension.stride:
+            inner = merged[-1]
+            merged[-1] = _Dimension(inner.size * dimension.size, inner.stride)
+        elif dimension.size > 1:
+            merged.append(dimension)
+    return merged
+
+
+def _count(dimensions: list[_Dimension]) -> int:
+    """Elements of all dimensions together."""
+    return math.prod(dimension.size for dimension in dimensions)
+
+
+def _dimensions(x: torch.Tensor, dims: Sequence[int]) -> tuple[list[_Dimension], list[_Dimension]]:
+    """(dimensions of ``x`` that are reduced, dimensions that stay); without ``dims`` none stays."""
+    reduced, staying = list[_Dimension](), list[_Dimension]()
+    reduced_dims = {dim % x.dim() for dim in dims}
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        dimension = _Dimension(size, stride)
+        if not dims or dim in reduced_dims:
+            reduced.append(dimension)
+        else:
+            staying.append(dimension)
+    return reduced, staying
+
+
+def _halve_until_addressable(dimensions: list[_Dimension], itemsize: int) -> None:
+    """Split what 32 bit offsets do not reach: one part is reduced after the other."""
+    while True:
+        last_offset = sum((d.size - 1) * d.stride for d in dimensions)
+        if last_offset * itemsize <= _LARGEST_SPAN:
+            return
+        largest = max(dimensions, key=lambda dimension: dimension.size * dimension.stride)
+        largest.size = _ceil(largest.size, 2)
+
+
+def _is_along_rows(reduced: list[_Dimension], staying: list[_Dimension]) -> bool:
+    """Whether threads that are neighbours reduce one output together, not one each."""
+    if not staying:
+        return True
+    if not reduced:
+        return False
+    return reduced[0].stride < staying[0].stride
 
 
 def reduction_bytes(x: torch.Tensor, dims: Sequence[int], element: int = 0) -> tuple[int, ...]:
@@ -90,52 +128,58 @@ def reduction_bytes(x: torch.Tensor, dims: Sequence[int], element: int = 0) -> t
 
     Source: ReduceConfig and setReduceConfig, Reduce.cuh.
     """
-    over = {dim % x.dim() for dim in dims} if dims else set(range(x.dim()))
-    reduced, kept = (
-        [
-            _Dimension(size, stride)
-            for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
-            if (dim in over) is wanted
-        ]
-        for wanted in (True, False)
-    )
-    while sum((d.size - 1) * d.stride for d in reduced + kept) * x.itemsize > _LARGEST_SPAN:
-        largest = max(reduced + kept, key=lambda d: d.size * d.stride)
-        largest.size = _ceil(largest.size, 2)  # one part after the other
-    reduced, kept = _merged(reduced), _merged(kept)
-    inputs, outputs = (math.prod(d.size for d in group) for group in (reduced, kept))
+    reduced, staying = _dimensions(x, dims)
+    _halve_until_addressable(reduced + staying, x.itemsize)
+    reduced, staying = _merged(reduced), _merged(staying)
+    inputs, outputs = _count(reduced), _count(staying)
     if not inputs * outputs:
         return ()
-    along = not kept or bool(reduced) and reduced[0].stride < kept[0].stride
-    if not reduced and kept:
-        along = False
-    fastest = reduced if along else kept
-    width, height = (inputs, outputs) if along else (outputs, inputs)
-    vector = 1
-    if fastest and fastest[0].stride == 1:
-        if along and width >= 128 and len(reduced) == 1:
-            width //= 8 if x.itemsize == 2 else 4
-        elif not along:
-            strides = [d.stride for d in reduced + kept[1:]]
-            vector = math.gcd(4, kept[0].size, x.storage_offset(), *strides)
-            width //= vector
-    most = _BLOCK // vector
-    width, height = (min(most, _power_of_two(size)) for size in (width, height))
+
+    # the block: its columns lie along the fastest dimension
+    along = _is_along_rows(reduced, staying)
+    width, height = outputs, inputs
+    if along:
+        width, height = inputs, outputs
+    vector = 1  # outputs of a thread
+    fastest = reduced if along else staying
+    contiguous = bool(fastest) and fastest[0].stride == 1
+    if contiguous and along and width >= 128 and len(reduced) == 1:
+        # threads read several elements of a row at once
+        width //= 8 if x.itemsize == 2 else 4
+    elif contiguous and not along:
+        strides = [dimension.stride for dimension in reduced + staying[1:]]
+        vector = math.gcd(4, staying[0].size, x.storage_offset(), *strides)
+        width //= vector
+    most_threads = _BLOCK // vector
+    width = min(most_threads, _power_of_two(width))
+    height = min(most_threads, _power_of_two(height))
     columns = min(width, _WARP)
-    rows = min(height, most // columns)
-    columns = min(width, most // rows)
-    step_in, step_out = (columns, 1) if along else (1, columns)
-    shared = _ceil(inputs, step_in) >= min(rows * 16, 256)
-    step_in, step_out = (step_in * rows, step_out) if shared else (step_in, step_out * rows)
-    grid, values = _ceil(outputs // vector, step_out), _ceil(inputs, step_in)
-    target = _PROCESSORS * (_THREADS_PER_PROCESSOR // (columns * rows))
-    if not shared or values < 256 or grid > target:
+    rows = min(height, most_threads // columns)
+    columns = min(width, most_threads // rows)
+
+    # rows of a block share the inputs of an output where there are enough, else each has its own
+    inputs_at_once = columns if along else 1
+    outputs_at_once = 1 if along else columns
+    shared = _ceil(inputs, inputs_at_once) >= min(rows * 16, 256)
+    if not shared:
         return ()
-    blocks = max(min(_ceil(target, grid), _ceil(values, 16)), _ceil(values, 256))
+    inputs_at_once *= rows
+
+    # blocks share them, too, where the outputs alone do not fill the processors
+    grid = _ceil(outputs // vector, outputs_at_once)
+    values = _ceil(inputs, inputs_at_once)  # of a thread
+    target = _PROCESSORS * (_THREADS_PER_PROCESSOR // (columns * rows))
+    if values < 256 or grid > target:
+        return ()
+    blocks = min(_ceil(target, grid), _ceil(values, 16))
+    blocks = max(blocks, _ceil(values, 256))
     if blocks < 2:
         return ()
-    element = element or max(4, x.itemsize)  # halves are added up in fp32
-    return element * outputs * blocks * (1 if along else columns * vector), 4 * grid
+    element_bytes = element or max(4, x.itemsize)  # halves are added up in fp32
+    buffer_bytes = element_bytes * outputs * blocks
+    if not along:
+        buffer_bytes *= columns * vector
+    return buffer_bytes, 4 * grid
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -155,15 +199,20 @@ def _in_type_of(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, Seque
 
 def _reduction(args: Args, out: torch.Tensor) -> Sequence[int]:
     x, copies = _in_type_of(args[0], out)
-    dims = args[1] if len(args) > 1 else ()
-    dims = [dims] if isinstance(dims, int) else dims or ()
-    return (*copies, *reduction_bytes(x, dims))
+    return (*copies, *reduction_bytes(x, _dims_of(args)))
+
+
+def _dims_of(args: Args) -> Sequence[int]:
+    """The dimensions of a reduction, which may be one number, None or left out: then all."""
+    dims = args[1] if len(args) > 1 else None
+    if isinstance(dims, int):
+        return [dims]
+    return dims or ()
 
 
 def _extreme(args: Args, out: torch.Tensor) -> Sequence[int]:
     """Of a reduction to an element of its input, in the input's type."""
-    dims = args[1] if len(args) > 1 else ()
-    return reduction_bytes(args[0], [dims] if isinstance(dims, int) else dims or ())
+    return reduction_bytes(args[0], _dims_of(args))
 
 
 def _scan(args: Args, out: torch.Tensor) -> Sequence[int]:
@@ -180,14 +229,17 @@ def _embedding_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     EmbeddingBackwardKernel.cu).
     """
     _, indices, rows, _, by_frequency = args
-    count, width = indices.numel(), out.shape[-1]
+    count = indices.numel()
     if count <= 3072 and not by_frequency:
         return ()
     segments = min(count, rows)
     parts = count // 10 + segments
-    size = indices.itemsize
-    kept = [count * size] * (3 if by_frequency else 2) + [segments * size] * 3 + [8, 8]
-    return (*kept, parts * size, parts * width * max(4, out.itemsize))
+    index_bytes = indices.itemsize
+    sorted_indices = [count * index_bytes] * (3 if by_frequency else 2)
+    segment_bounds = [segments * index_bytes] * 3
+    counters = [8, 8]
+    sums = parts * out.shape[-1] * max(4, out.itemsize)
+    return (*sorted_indices, *segment_bounds, *counters, parts * index_bytes, sums)
 
 
 def _pairs(args: Args, out: torch.Tensor) -> Sequence[int]:
@@ -199,14 +251,18 @@ def _sort(args: Args, out: torch.Tensor) -> Sequence[int]:
     """A copy of the values; of more than 4,096 two of their places, too, and what cub takes, which
     was measured (Sort.cpp, Sort.cu).
     """
-    x, dim = args[0], next((arg for arg in args[1:] if type(arg) is int), -1)
-    if not x.dim() or not x.numel():
-        return ()
+    x = args[0]
     count = x.numel()
+    if not x.dim() or not count:
+        return ()
+    numbers = [arg for arg in args[1:] if type(arg) is int]  # a bool is no dimension
+    dim = numbers[0] if numbers else -1
     if x.shape[dim] <= 4096:
         return (x.nbytes,)
-    of_cub = count // 4 + (16 << 10) if count // x.shape[dim] < 128 else 0
-    return (x.nbytes, 8 * count, 8 * count, of_cub)
+    cub_bytes = 0
+    if count // x.shape[dim] < 128:
+        cub_bytes = count // 4 + (16 << 10)
+    return (x.nbytes, 8 * count, 8 * count, cub_bytes)
 
 
 def _index_put(args: Args, out: torch.Tensor) -> Sequence[int]:
@@ -214,8 +270,11 @@ def _index_put(args: Args, out: torch.Tensor) -> Sequence[int]:
     (index_put_with_sort_kernel, Indexing.cu).
     """
     accumulate = len(args) > 3 and args[3]
-    count = math.prod(torch.broadcast_shapes(*(i.shape for i in args[1] if i is not None)))
-    return [8 * count] * 6 if accumulate else ()
+    if not accumulate:
+        return ()
+    shapes = [index.shape for index in args[1] if index is not None]
+    count = math.prod(torch.broadcast_shapes(*shapes))
+    return [8 * count] * 6
 
 
 def _efficient_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
@@ -228,13 +287,14 @@ def _flash_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     """fp32 gradient of the queries, and a number a row (mha_bwd, flash_attn/flash_api.cpp)."""
     query, key = args[1:3]
     batch, heads, rows, size = query.shape
-    rows = _ceil(rows, 128) * 128
-    groups = heads // key.shape[1]
-    return (
-        4 * batch * heads * rows,
-        4 * batch * heads * rows * size,
-        *([key.nbytes * groups] * 2 if groups > 1 else ()),
-    )
+    padded_rows = _ceil(rows, 128) * 128
+    numbers = 4 * batch * heads * padded_rows
+    heads_of_group = heads // key.shape[1]
+    if heads_of_group == 1:
+        return (numbers, numbers * size)
+    # gradients of keys and values of every head, before those of a group are added up
+    of_every_head = key.nbytes * heads_of_group
+    return (numbers, numbers * size, of_every_head, of_every_head)
 
 
 _TEMPORARIES: dict[OpOverload, Temporaries] = {
@@ -279,7 +339,12 @@ def _rows(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     strides = tensor.stride()
-    return strides[-1] > 0 and all(a >= b for a, b in zip(strides, strides[1:], strict=False))
+    if strides[-1] <= 0:
+        return False
+    for left, right in zip(strides, strides[1:], strict=False):
+        if left < right:
+            return False
+    return True
 
 
 def _fits(args: Args, kwargs: Kwargs, one_type: bool) -> bool:
@@ -289,13 +354,13 @@ def _fits(args: Args, kwargs: Kwargs, one_type: bool) -> bool:
     first = args[0]
     if not isinstance(first, torch.Tensor) or not _rows(first):
         return False
-    for other in args[1:]:
-        if isinstance(other, torch.Tensor):
-            if other.shape != first.shape or not _rows(other):
+    for argument in args[1:]:
+        if isinstance(argument, torch.Tensor):
+            if argument.shape != first.shape or not _rows(argument):
                 return False
-            if one_type and other.dtype != first.dtype:
+            if one_type and argument.dtype != first.dtype:
                 return False
-        elif not isinstance(other, (int, float)):
+        elif not isinstance(argument, (int, float)):
             return False
     return True
 
@@ -312,24 +377,31 @@ def _in_place(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
 
 def _new_empty(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     like = args[0]
-    if not like.is_meta or kwargs and kwargs.keys() != {"dtype"}:
+    if not like.is_meta:
         return None
-    return torch.empty(args[1], dtype=kwargs["dtype"] if kwargs else like.dtype, device=_META)
+    dtype = like.dtype
+    if kwargs:
+        if kwargs.keys() != {"dtype"}:
+            return None
+        dtype = kwargs["dtype"]
+    return torch.empty(args[1], dtype=dtype, device=_META)
 
 
 def _cat(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-    parts, dim = args[0], args[1] if len(args) > 1 else 0
+    parts = args[0]
+    dim = args[1] if len(args) > 1 else 0
     first = parts[0]
     rank = first.dim()
     if kwargs or not 0 < rank < 4 or not _rows(first):  # four might be channels_last
         return None
     shape = list(first.shape)
-    for other in parts[1:]:
-        if other.dim() != rank or other.dtype != first.dtype or not _rows(other):
+    for part in parts[1:]:
+        if part.dim() != rank or part.dtype != first.dtype or not _rows(part):
             return None
-        own = list(other.shape)
-        shape[dim], own[dim] = shape[dim] + own[dim], shape[dim] + own[dim]
-        if own != shape:
+        shape_with_part = list(part.shape)
+        shape_with_part[dim] += shape[dim]
+        shape[dim] = shape_with_part[dim]
+        if shape_with_part != shape:  # they differ beside the dimension, too
             return None
     return torch.empty(shape, dtype=first.dtype, device=_META)
 

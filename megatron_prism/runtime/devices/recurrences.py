@@ -8,51 +8,66 @@ of the length.  Source: mamba_ssm 2.3 ops/triton/ssd_combined.py:ssd_chunk_scan_
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
 
 def scan(
-    x: torch.Tensor,
-    steps: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    gate: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor,
+    steps: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    gate: Tensor | None,
+) -> Tensor:
     """Mamba 2's scan of ``x`` [batch, length, heads, size]; steps [batch, length, heads] are
     positive, b and c [batch, length, groups, states].
     """
-    b, c = (_heads(one).repeat_interleave(x.shape[2] // one.shape[2], dim=1) for one in (b, c))
-    scores = c @ b.mT * _decay(steps * a)
-    out = (scores @ _heads(x * steps[..., None])).transpose(1, 2)
-    if d is not None:
-        out = out + x * (d if d.dim() == 2 else d[:, None])
-    return (out if gate is None else out * silu(gate.float())).to(x.dtype)
+    heads = x.shape[2]
+    decay = _decay(steps * a)
+    keys = _shared_by_heads(b, heads)
+    queries = _shared_by_heads(c, heads)
+    scores = queries @ keys.mT * decay
+    added = _heads(x * steps[..., None])
+    out = (scores @ added).transpose(1, 2)
+    if d is not None:  # a number for each column of a head, or for each head
+        factor = d if d.dim() == 2 else d[:, None]
+        out = out + x * factor
+    if gate is not None:
+        out = out * silu(gate.float())
+    return out.to(x.dtype)
 
 
-def delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Linear attention with a gated delta rule: q, k [batch, length, heads, size], v […, width].
 
     What a token adds to the state lacks what the state has of its key: a triangular system.
     """
-    keys, rates, decay = _heads(k), _heads(beta[..., None]), _decay(g)
-    inside = (rates * (keys @ keys.mT) * decay).tril(-1)
-    added = torch.linalg.solve_triangular(
-        inside, rates * _heads(v), upper=False, unitriangular=True
-    )
+    keys = _heads(k)
+    rates = _heads(beta[..., None])
+    decay = _decay(g)
+    earlier = (rates * (keys @ keys.mT) * decay).tril(-1)
+    wanted = rates * _heads(v)
+    added = torch.linalg.solve_triangular(earlier, wanted, upper=False, unitriangular=True)
     scores = _heads(q) @ keys.mT * decay * k.shape[-1] ** -0.5
-    return (scores @ added).transpose(1, 2).to(v.dtype)
+    out = (scores @ added).transpose(1, 2)
+    return out.to(v.dtype)
 
 
-def _heads(values: torch.Tensor) -> torch.Tensor:
+def _heads(values: Tensor) -> Tensor:
     """[batch, length, heads, …] as [batch, heads, length, …]."""
     return values.float().transpose(1, 2)
 
 
-def _decay(log: torch.Tensor) -> torch.Tensor:
+def _shared_by_heads(of_groups: Tensor, heads: int) -> Tensor:
+    """[batch, heads, length, states] of [batch, length, groups, states]; heads share a group."""
+    heads_of_group = heads // of_groups.shape[2]
+    return _heads(of_groups).repeat_interleave(heads_of_group, dim=1)
+
+
+def _decay(log: Tensor) -> Tensor:
     """What is left at each token (row) of each before it: [batch, heads, length, length]."""
-    whole = log.float().transpose(1, 2).cumsum(-1)
-    return (whole[..., None] - whole[..., None, :]).tril().exp().tril()
+    since_start = log.float().transpose(1, 2).cumsum(-1)
+    between = since_start[..., None] - since_start[..., None, :]
+    return between.tril().exp().tril()

@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import conv1d, pad, rms_norm, silu, softplus
 
 from megatron_prism.core.errors import UnsupportedError
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 _DELTA_CHUNK = 64  # of the gated delta rule, by default
 
 
-def _like(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return tuple(None if t is None else torch.empty_like(t) for t in tensors)
+def _like(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Ask for memory as large as that of each tensor; None stays None."""
+    memories = list[Tensor | None]()
+    for tensor in tensors:
+        memories.append(None if tensor is None else torch.empty_like(tensor))
+    return tuple(memories)
 
 
 # -- mamba-ssm -------------------------------------------------------------------------------------
@@ -37,22 +42,24 @@ def _like(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
 class _Scan:
     """Sizes of a selective scan over ``[batch, length]`` tokens, in chunks, and its buffers."""
 
-    def __init__(self, x: torch.Tensor, b: torch.Tensor, chunk: int) -> None:
-        self.x, (self.batch, self.length, self.heads, self.size) = x, x.shape
+    def __init__(self, x: Tensor, b: Tensor, chunk: int) -> None:
+        self.x = x
+        self.batch, self.length, self.heads, self.size = x.shape
         self.groups, self.states = b.shape[2:]
-        self.chunk, self.chunks = chunk, math.ceil(self.length / chunk)
+        self.chunk = chunk
+        self.chunks = math.ceil(self.length / chunk)
 
-    def per_head(self) -> torch.Tensor:
+    def per_head(self) -> Tensor:
         """fp32, one number a head and token."""
         sizes = (self.batch, self.heads, self.chunks, self.chunk)
         return self.x.new_empty(sizes, dtype=torch.float32)
 
-    def products(self) -> torch.Tensor:
+    def products(self) -> Tensor:
         """fp32, C times B inside every chunk."""
         sizes = (self.batch, self.chunks, self.groups, self.chunk, self.chunk)
         return self.x.new_empty(sizes, dtype=torch.float32)
 
-    def at_chunks(self, dtype: torch.dtype) -> torch.Tensor:
+    def at_chunks(self, dtype: torch.dtype) -> Tensor:
         """The state at every chunk's end."""
         sizes = (self.batch, self.chunks, self.heads, self.size, self.states)
         return self.x.new_empty(sizes, dtype=dtype)
@@ -61,164 +68,177 @@ class _Scan:
     def flops(self) -> int:
         """Of the forward pass: C B in chunks, states, and both products that make the output."""
         tokens = self.batch * self.length
-        inside = self.chunk * (self.groups * self.states + self.heads * self.size)
-        return 2 * tokens * (inside + 2 * self.heads * self.size * self.states)
+        columns = self.heads * self.size
+        inside_chunk = self.chunk * (self.groups * self.states + columns)
+        products_with_states = 2 * columns * self.states
+        return 2 * tokens * (inside_chunk + products_with_states)
 
-    def forward(self, dtype: torch.dtype, gate: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(self, dtype: torch.dtype, gate: Tensor | None) -> tuple[Tensor, ...]:
         """(out, out before the gate, cumulated decay)."""
-        decay, step = self.per_head(), self.per_head()
+        decay = self.per_head()
+        step = self.per_head()
         states = self.at_chunks(torch.float32)
-        passed = self.at_chunks(dtype)
-        del states
+        passed_states = self.at_chunks(dtype)
+        del states  # of each chunk alone; what was passed on from chunk to chunk is needed
         products = self.products()
         shape = (self.batch, self.length, self.heads, self.size)
         out = self.x.new_empty(shape)
-        before = out if gate is None else self.x.new_empty(shape)
-        fused("ssd_scan", self.flops, self.x, decay, step, passed, products, out, gate)
-        return out, before, decay
+        ungated = out
+        if gate is not None:
+            ungated = self.x.new_empty(shape)
+        fused("ssd_scan", self.flops, self.x, decay, step, passed_states, products, out, gate)
+        return out, ungated, decay
 
-    def backward(self, grad: torch.Tensor, keep: torch.dtype) -> None:
+    def backward(self, grad: Tensor, keep: torch.dtype) -> None:
         """The buffers of the backward pass, beside the gradients that it returns."""
-        step = grad.new_empty(self.batch, self.length, self.heads)
-        decay, times = self.per_head(), self.per_head()
+        steps_copy = grad.new_empty(self.batch, self.length, self.heads)
+        decay = self.per_head()
+        step = self.per_head()
         products = self.products()
+        # forward's states are made again, and their gradients
         states = self.at_chunks(torch.float32)
-        passed = self.at_chunks(torch.float32)
+        passed_states = self.at_chunks(torch.float32)
         del states
-        wide = self.at_chunks(torch.float32)
-        grads, kept = self.at_chunks(keep), self.at_chunks(keep)
-        del passed, wide
-        of_step = self.per_head()
+        wide_state_grads = self.at_chunks(torch.float32)
+        state_grads = self.at_chunks(keep)
+        narrow_states = self.at_chunks(keep)
+        del passed_states, wide_state_grads
+        wide_step_grad = self.per_head()
         tokens = (self.batch, self.length, self.groups, self.states)
-        of_b, of_c = (grad.new_empty(tokens, dtype=torch.float32) for _ in range(2))
-        after, before, of_products = self.per_head(), self.per_head(), self.products()
-        fused(
-            "ssd_scan_backward",
-            5 * self.flops // 2,
-            grad,
-            self.x,
-            step,
-            decay,
-            times,
-            products,
-            grads,
-            kept,
-            of_step,
-            of_b,
-            of_c,
-            after,
-            before,
-            of_products,
-        )
+        b_grad = grad.new_empty(tokens, dtype=torch.float32)
+        c_grad = grad.new_empty(tokens, dtype=torch.float32)
+        decay_grads = [self.per_head(), self.per_head()]
+        products_grad = self.products()
+        inputs = (grad, self.x, steps_copy, decay, step, products)
+        results = (state_grads, narrow_states, wide_step_grad, b_grad, c_grad, *decay_grads)
+        fused("ssd_scan_backward", 5 * self.flops // 2, *inputs, *results, products_grad)
 
 
 @differentiable
 def _split_conv_scan(
     sizes: tuple[int, int, int, torch.dtype | None],
-    zxbcdt: torch.Tensor,
-    *leaves: torch.Tensor | None,
+    zxbcdt: Tensor,
+    *leaves: Tensor | None,
 ) -> Any:
     """leaves : weight and bias of the convolution, bias of the steps, A, D"""
-    (chunk, size, groups, dtype), (weight, *_, d) = sizes, leaves
+    chunk, size, groups, state_dtype = sizes
+    weight, *_, d = leaves
     assert weight is not None
     assert d is not None
-    channels, dtype = weight.shape[0], dtype or zxbcdt.dtype
-    heads, size = (d.shape[0], size) if d.dim() == 1 else d.shape
+    dtype = state_dtype or zxbcdt.dtype
+    channels = weight.shape[0]
+    heads = d.shape[0]
+    if d.dim() == 2:  # a number for each column of a head, which says how many there are
+        size = d.shape[1]
     batch, length, _ = zxbcdt.shape
     inner = heads * size
     states = (channels - inner) // groups // 2
     mixed = zxbcdt.new_empty(batch, length, channels)
     fused("causal_conv1d", 0, mixed, mixed)
     x = mixed[..., :inner].view(batch, length, heads, size)
-    b = mixed[..., inner : inner + groups * states].view(batch, length, groups, states)
+    columns_of_b = mixed[..., inner : inner + groups * states]
+    b = columns_of_b.view(batch, length, groups, states)
     scan = _Scan(x, b, chunk)
-    out, before, _ = scan.forward(dtype, x)
+    out, ungated, _ = scan.forward(dtype, x)
     scan.x = scan.x.new_empty(0)  # the mixed tokens are made again
 
-    def backward(
-        grad: torch.Tensor, zxbcdt: torch.Tensor, before: torch.Tensor, *leaves: torch.Tensor
-    ) -> Grads:
+    def backward(grad: Tensor, zxbcdt: Tensor, ungated: Tensor, *leaves: Tensor) -> Grads:
         mixed = zxbcdt.new_empty(batch, length, channels)
-        into, of_mixed = torch.empty_like(zxbcdt), torch.empty_like(mixed)
+        zxbcdt_grad = torch.empty_like(zxbcdt)
+        mixed_grad = torch.empty_like(mixed)
         scan.backward(grad, dtype)
-        fused("causal_conv1d_backward", 0, mixed, of_mixed, into)
-        return None, into, *_like(*leaves)
+        fused("causal_conv1d_backward", 0, mixed, mixed_grad, zxbcdt_grad)
+        return None, zxbcdt_grad, *_like(*leaves)
 
-    return out.view(batch, length, inner), (zxbcdt, before, *leaves), backward
+    return out.view(batch, length, inner), (zxbcdt, ungated, *leaves), backward
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt: torch.Tensor,
-    conv1d_weight: torch.Tensor,
-    conv1d_bias: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    A: torch.Tensor,
-    D: torch.Tensor,
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
     chunk_size: int,
     *,
     headdim: int | None = None,
     ngroups: int = 1,
     state_dtype: torch.dtype | None = None,
     **options: object,
-) -> torch.Tensor:
+) -> Tensor:
     """Convolution, scan and gate of ``zxbcdt`` [batch, length, …]: [batch, length, heads * size].
 
     Saved: the input, the scan's output before the gate, and the parameters.
     """
-    more = options.get("rmsnorm_weight"), options.get("outproj_weight")
-    if any(one is not None for one in more) or options.get("return_final_states"):
-        what = "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in"
-        raise UnsupportedError(what, fix="use Megatron's layers, or --prism-tier cuda")
-    sizes = (chunk_size, headdim or 0, ngroups, state_dtype)
-    if not zxbcdt.is_meta:
-        width, heads = conv1d_weight.shape[0], A.shape[0]
-        gate, mixed, dt = zxbcdt.split([zxbcdt.shape[-1] - width - heads, width, heads], dim=-1)
-        states = (width - gate.shape[-1]) // 2
-        mixed = causal_conv1d(mixed, conv1d_weight, conv1d_bias, activation="silu")[0]
-        x, b, c = mixed.split([gate.shape[-1], states, states], dim=-1)
-        x, gate = (one.unflatten(-1, (heads, -1)) for one in (x, gate))
-        b, c = (one.unflatten(-1, (ngroups, -1)) for one in (b, c))
-        return recurrences.scan(x, softplus(dt + dt_bias), A, b, c, D, gate).flatten(-2)
-    return _split_conv_scan(sizes, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
+    has_own_layers = (
+        options.get("rmsnorm_weight") is not None or options.get("outproj_weight") is not None
+    )
+    if has_own_layers or options.get("return_final_states"):
+        raise UnsupportedError(
+            "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in",
+            fix="use Megatron's layers, or --prism-tier cuda",
+        )
+    if zxbcdt.is_meta:
+        sizes = (chunk_size, headdim or 0, ngroups, state_dtype)
+        return _split_conv_scan(sizes, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
+
+    # values: the gate, what the convolution mixes, and a step a head
+    heads = A.shape[0]
+    mixed_columns = conv1d_weight.shape[0]
+    gate_columns = zxbcdt.shape[-1] - mixed_columns - heads
+    gate, mixed, dt = zxbcdt.split([gate_columns, mixed_columns, heads], dim=-1)
+    mixed, _ = causal_conv1d(mixed, conv1d_weight, conv1d_bias, activation="silu")
+    states = (mixed_columns - gate_columns) // 2
+    x, b, c = mixed.split([gate_columns, states, states], dim=-1)
+    x = x.unflatten(-1, (heads, -1))
+    gate = gate.unflatten(-1, (heads, -1))
+    b = b.unflatten(-1, (ngroups, -1))
+    c = c.unflatten(-1, (ngroups, -1))
+    steps = softplus(dt + dt_bias)
+    return recurrences.scan(x, steps, A, b, c, D, gate).flatten(-2)
 
 
 @differentiable
 def _chunk_scan(
     chunk: int,
     dtype: torch.dtype | None,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    *leaves: torch.Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *leaves: Tensor | None,
 ) -> Any:
-    out, before, decay = _Scan(x, b, chunk).forward(dtype or c.dtype, leaves[1])
-    keep = dtype or x.dtype
+    """leaves : D, gate, bias of the steps"""
+    gate = leaves[1]
+    out, ungated, decay = _Scan(x, b, chunk).forward(dtype or c.dtype, gate)
+    state_dtype = dtype or x.dtype
 
-    def backward(grad: torch.Tensor, *saved: torch.Tensor) -> Grads:
-        inputs = saved[2:]
+    def backward(grad: Tensor, *saved: Tensor) -> Grads:
+        inputs = saved[2:]  # behind the ungated output and the decay
+        x, _, _, b = inputs[:4]
         grads = _like(*inputs)
-        _Scan(inputs[0], inputs[3], chunk).backward(grad, keep)
+        _Scan(x, b, chunk).backward(grad, state_dtype)
         return None, None, *grads
 
-    return out, (before, decay, x, dt, a, b, c, *leaves), backward
+    return out, (ungated, decay, x, dt, a, b, c, *leaves), backward
 
 
 def mamba_chunk_scan_combined(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
     *,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     state_dtype: torch.dtype | None = None,
     **options: object,
-) -> torch.Tensor:
+) -> Tensor:
     """The scan of ``x`` [batch, length, heads, size] alone; B, C [batch, length, groups, states].
 
     Saved: all of these, the output before the gate ``z``, and the cumulated decay in fp32.
@@ -227,24 +247,28 @@ def mamba_chunk_scan_combined(
         raise UnsupportedError(
             "final states of a Mamba scan have no stand-in without a GPU", fix="--prism-tier cuda"
         )
-    if not x.is_meta:
-        steps = dt.float() + (0 if dt_bias is None else dt_bias)
-        steps = softplus(steps) if options.get("dt_softplus") else steps
-        return recurrences.scan(x, steps, A, B, C, D, z)
-    return _chunk_scan(chunk_size, state_dtype, x, dt, A, B, C, D, z, dt_bias)
+    if x.is_meta:
+        return _chunk_scan(chunk_size, state_dtype, x, dt, A, B, C, D, z, dt_bias)
+    steps = dt.float()
+    if dt_bias is not None:
+        steps = steps + dt_bias
+    if options.get("dt_softplus"):
+        steps = softplus(steps)
+    return recurrences.scan(x, steps, A, B, C, D, z)
 
 
 @differentiable
-def _gated_norm(x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor | None, groups: int) -> Any:
+def _gated_norm(x: Tensor, weight: Tensor, z: Tensor | None, groups: int) -> Any:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows = x.new_empty(groups * (x.numel() // x.shape[-1]), dtype=torch.float32)
+    rows = x.numel() // x.shape[-1]
+    inverse_deviations = x.new_empty(groups * rows, dtype=torch.float32)
     fused("gated_rms_norm", 0, x, weight, z, out)
-    return out, (x, weight, z, rows), _gated_norm_backward
+    return out, (x, weight, z, inverse_deviations), _gated_norm_backward
 
 
-def _gated_norm_backward(grad: torch.Tensor, *saved: torch.Tensor) -> Grads:
-    x, _, z, _ = saved
-    grads = _like(*saved[:3])
+def _gated_norm_backward(grad: Tensor, *saved: Tensor) -> Grads:
+    x, weight, z, _ = saved
+    grads = _like(x, weight, z)
     fused("gated_rms_norm_backward", 0, grad, x, z, *grads)
     return *grads, None
 
@@ -262,148 +286,160 @@ class RMSNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group_size, self.eps, self.norm_before_gate = group_size, eps, norm_before_gate
+        self.group_size = group_size
+        self.eps = eps
+        self.norm_before_gate = norm_before_gate
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
-    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         group = self.group_size or x.shape[-1]
-        if not x.is_meta:
-            gate = 1 if z is None else silu(z.float())
-            rows = (x if self.norm_before_gate else x * gate).float().unflatten(-1, (-1, group))
-            out = rms_norm(rows, (group,), eps=self.eps).flatten(-2) * self.weight
-            return (out * gate if self.norm_before_gate else out).to(x.dtype)
-        return _gated_norm(x, self.weight, z, x.shape[-1] // group)
+        if x.is_meta:
+            return _gated_norm(x, self.weight, z, x.shape[-1] // group)
+        gate = None if z is None else silu(z.float())
+        gated_input = x
+        if gate is not None and not self.norm_before_gate:
+            gated_input = x * gate
+        rows = gated_input.float().unflatten(-1, (-1, group))
+        out = rms_norm(rows, (group,), eps=self.eps).flatten(-2) * self.weight
+        if gate is not None and self.norm_before_gate:
+            out = out * gate
+        return out.to(x.dtype)
 
 
 # -- causal-conv1d, and fla's ----------------------------------------------------------------------
 
 
 @differentiable
-def _conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     fused("causal_conv1d", 0, x, weight, out)
     return out, (x, weight, bias), _conv_backward
 
 
-def _conv_backward(grad: torch.Tensor, x: torch.Tensor, *leaves: torch.Tensor | None) -> Grads:
-    wide = [t.new_empty(t.shape, dtype=torch.float32) for t in leaves if t is not None]
+def _conv_backward(grad: Tensor, x: Tensor, *leaves: Tensor | None) -> Grads:
+    # gradients of weight and bias are added up in fp32
+    wide_grads = list[Tensor]()
+    for leaf in leaves:
+        if leaf is not None:
+            wide_grads.append(leaf.new_empty(leaf.shape, dtype=torch.float32))
     grads = _like(x, *leaves)
-    fused("causal_conv1d_backward", 0, grad, x, *wide, grads[0])
+    x_grad = grads[0]
+    fused("causal_conv1d_backward", 0, grad, x, *wide_grads, x_grad)
     return grads
 
 
 def causal_conv1d_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: object
+) -> Tensor:
     """A depthwise convolution of ``x`` [batch, channels, length]; saved: ``x`` and the weights."""
-    if not x.is_meta:
-        before = pad(x, (weight.shape[1] - 1, 0))
-        out = conv1d(before, weight[:, None], bias, groups=weight.shape[0])
-        return silu(out) if options.get("activation") else out
-    return _conv(x, weight, bias)
+    if x.is_meta:
+        return _conv(x, weight, bias)
+    channels, width = weight.shape
+    padded = pad(x, (width - 1, 0))  # causal: a token sees itself and those before it
+    out = conv1d(padded, weight[:, None], bias, groups=channels)
+    if options.get("activation"):
+        return silu(out)
+    return out
 
 
 def causal_conv1d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
-) -> tuple[torch.Tensor, None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: object
+) -> tuple[Tensor, None]:
     """fla's of ``x`` [batch, length, channels], and no final state."""
-    if not x.is_meta:
-        return causal_conv1d_fn(x.mT, weight, bias, **options).mT, None
-    return _conv(x, weight, bias), None
+    if x.is_meta:
+        return _conv(x, weight, bias), None
+    by_channels = causal_conv1d_fn(x.mT, weight, bias, **options)
+    return by_channels.mT, None
 
 
 @differentiable
-def _l2norm(x: torch.Tensor) -> Any:
-    out, rows = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _l2norm(x: Tensor) -> Any:
+    out = torch.empty_like(x)
+    inverse_lengths = x.new_empty(x.shape[:-1], dtype=torch.float32)
     fused("l2norm", 0, x, out)
-    return out, (out, rows), _l2norm_backward
+    return out, (out, inverse_lengths), _l2norm_backward
 
 
-def _l2norm_backward(grad: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> Grads:
-    into = torch.empty_like(out)
-    fused("l2norm_backward", 0, grad, out, into)
-    return (into,)
+def _l2norm_backward(grad: Tensor, out: Tensor, inverse_lengths: Tensor) -> Grads:
+    x_grad = torch.empty_like(out)
+    fused("l2norm_backward", 0, grad, out, x_grad)
+    return (x_grad,)
 
 
-def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: object = None) -> torch.Tensor:
+def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: object = None) -> Tensor:
     """Rows of length 1; saved: the result, and one number a row."""
-    if not x.is_meta:
-        return (x * (x.float().square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
-    return _l2norm(x)
+    if x.is_meta:
+        return _l2norm(x)
+    squared_length = x.float().square().sum(-1, keepdim=True)
+    normed = x * (squared_length + eps).rsqrt()
+    return normed.to(x.dtype)
 
 
 @differentiable
-def _delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> Any:
-    decay, of_gate = g.new_empty(g.shape, dtype=torch.float32), g.dtype
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
+    gate_dtype = g.dtype
+    decay = g.new_empty(g.shape, dtype=torch.float32)
     inside = k.new_empty(*k.shape[:-1], _DELTA_CHUNK)
-    w, u = torch.empty_like(k), torch.empty_like(v)
-    states, new = _delta_states(k, v), torch.empty_like(v)
+    w = torch.empty_like(k)
+    u = torch.empty_like(v)
+    states = _delta_states(k, v)
+    new_values = torch.empty_like(v)
     out = torch.empty_like(v)
     flops = _delta_flops(k, v)
-    fused("gated_delta_rule", flops, q, k, v, decay, inside, w, u, states, new, out)
+    fused("gated_delta_rule", flops, q, k, v, decay, inside, w, u, states, new_values, out)
 
     def backward(
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        inside: torch.Tensor,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        inside: Tensor,
     ) -> Grads:
-        w, u, new = _like(k, v, v)
-        states, of_states = _delta_states(k, v), _delta_states(k, v)
-        of_new = torch.empty_like(v)
-        of_q, of_k, of_w, of_decay = _like(q, k, k, decay)
-        again, of_v, of_beta, more = _like(k, v, beta, decay)
-        fused(
-            "gated_delta_rule_backward",
-            5 * flops // 2,
-            grad,
-            q,
-            k,
-            v,
-            w,
-            u,
-            states,
-            of_states,
-            new,
-            of_new,
-            of_q,
-            of_k,
-            of_w,
-            again,
-            of_v,
-        )
-        del of_w, again, more
-        assert of_decay is not None
-        return of_q, of_k, of_v, of_decay.to(of_gate), of_beta
+        # w, u, the new values and the states are made again
+        w, u, new_values = _like(k, v, v)
+        states = _delta_states(k, v)
+        states_grad = _delta_states(k, v)
+        new_values_grad = torch.empty_like(v)
+        q_grad, k_grad, w_grad, decay_grad = _like(q, k, k, decay)
+        # keys and the gate take part twice: through w and u, and by themselves
+        second_k_grad, v_grad, beta_grad, second_decay_grad = _like(k, v, beta, decay)
+        inputs = (grad, q, k, v, w, u, states, states_grad, new_values, new_values_grad)
+        results = (q_grad, k_grad, w_grad, second_k_grad, v_grad)
+        fused("gated_delta_rule_backward", 5 * flops // 2, *inputs, *results)
+        del w_grad, second_k_grad, second_decay_grad, results
+        assert decay_grad is not None
+        return q_grad, k_grad, v_grad, decay_grad.to(gate_dtype), beta_grad
 
     return out, (q, k, v, decay, beta, inside), backward
 
 
-def _delta_states(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _delta_states(k: Tensor, v: Tensor) -> Tensor:
+    """The state at every chunk's end."""
     batch, length, heads, size = k.shape
-    return k.new_empty(batch, math.ceil(length / _DELTA_CHUNK), heads, size, v.shape[-1])
+    chunks = math.ceil(length / _DELTA_CHUNK)
+    return k.new_empty(batch, chunks, heads, size, v.shape[-1])
 
 
-def _delta_flops(k: torch.Tensor, v: torch.Tensor) -> int:
-    tokens = k.shape[0] * k.shape[1] * k.shape[2]
-    size, width = k.shape[-1], v.shape[-1]
-    return 2 * tokens * (3 * size * width + _DELTA_CHUNK * (2 * size + 2 * width))
+def _delta_flops(k: Tensor, v: Tensor) -> int:
+    """Of the forward pass: products with the states, and products inside chunks."""
+    batch, length, heads, size = k.shape
+    width = v.shape[-1]
+    with_states = 3 * size * width
+    inside_chunk = _DELTA_CHUNK * (2 * size + 2 * width)
+    return 2 * batch * length * heads * (with_states + inside_chunk)
 
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     **options: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Linear attention with a gated delta rule: q, k [batch, length, heads, size], v […, width].
 
     Saved: all inputs, the cumulated gate in fp32, and a matrix of a chunk's size a head and token.

@@ -34,7 +34,8 @@ from megatron_prism.runtime.te_kernels.table import (
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Grads
 
-Pair = tuple[Tensor | None, Tensor | None]  # what goes in, and where its gradient goes
+# values of a tensor that a kernel reads, and where the kernel writes its gradient
+Pair = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -63,33 +64,46 @@ class Attention:
 
     @property
     def form(self) -> str:
-        return self.layout.split("_")[0].translate(str.maketrans("", "", "23"))
+        """The layout of the queries alone: ``sb3hd`` and ``sbhd_sb2hd`` are both sbhd."""
+        layout_of_queries = self.layout.split("_")[0]
+        return layout_of_queries.replace("2", "").replace("3", "")
 
     @property
     def size(self) -> tuple[int, int, int]:
         """(sequences, rows of one's queries, of its keys); packed ones are one long sequence."""
         q, k = self.tensors[:2]
-        if self.form == "thd":
+        form = self.form
+        if form == "thd":
             return 1, q.shape[0], k.shape[0]
-        s, b = self.form.index("s"), self.form.index("b")
-        return q.shape[b], q.shape[s], k.shape[s]
+        rows_dim = form.index("s")
+        batch = q.shape[form.index("b")]
+        return batch, q.shape[rows_dim], k.shape[rows_dim]
 
     def _sequences(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         """Views [b, s, h, …] of tensors of queries and, second and third, of keys and values, for
         all sequences or for each packed one.
         """
-        if self.form != "thd":
-            yield [t if self.form == "bshd" else t.transpose(0, 1) for t in tensors]
+        if self.form == "bshd":
+            yield list(tensors)
             return
-        bounds = [of.tolist() for of in self.lengths]
-        for i in range(len(bounds[0]) - 1):
-            rows, columns = (slice(of[i], of[i + 1]) for of in bounds)
-            yield [t[columns if n in (1, 2) else rows][None] for n, t in enumerate(tensors)]
+        if self.form == "sbhd":
+            yield [tensor.transpose(0, 1) for tensor in tensors]
+            return
+        query_bounds, key_bounds = (lengths.tolist() for lengths in self.lengths)
+        for sequence in range(len(query_bounds) - 1):
+            rows = slice(query_bounds[sequence], query_bounds[sequence + 1])
+            columns = slice(key_bounds[sequence], key_bounds[sequence + 1])
+            views = []
+            for place, tensor in enumerate(tensors):
+                of_keys = place in (1, 2)
+                part = tensor[columns] if of_keys else tensor[rows]
+                views.append(part[None])
+            yield views
 
     def _hidden(self, rows: int, columns: int) -> Tensor:
         """bool [b or 1, 1, rows, columns]: which keys a query does not see."""
         distance = torch.arange(columns) - torch.arange(rows)[:, None]
-        if "bottom_right" in self.mask:
+        if "bottom_right" in self.mask:  # the last query sees the last key
             distance = distance - (columns - rows)
         left, right = self.window
         hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -101,57 +115,74 @@ class Attention:
             hidden |= distance > right
         hidden = hidden[None, None]
         if "padding" in self.mask and self.form != "thd":
-            there = (self.lengths[1][1:] - self.lengths[1][:-1]).view(-1, 1, 1, 1)
-            hidden = hidden | (torch.arange(columns) >= there)
+            # padded rows have keys as well, which come after those of the sequence
+            key_bounds = self.lengths[1]
+            keys_of_sequence = (key_bounds[1:] - key_bounds[:-1]).view(-1, 1, 1, 1)
+            hidden = hidden | (torch.arange(columns) >= keys_of_sequence)
         return hidden
 
     def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-        scores = _heads(q, q.shape[2]) @ _heads(k, q.shape[2]).transpose(-1, -2) * self.scale
-        scores = scores if bias is None else scores + bias.float()
-        return scores.masked_fill(self._hidden(q.shape[1], k.shape[1]), float("-inf"))
+        """fp32 [b, h, queries, keys]; -inf where a query does not see a key."""
+        heads = q.shape[2]
+        keys = _heads(k, heads).transpose(-1, -2)
+        scores = _heads(q, heads) @ keys * self.scale
+        if bias is not None:
+            scores = scores + bias.float()
+        hidden = self._hidden(q.shape[1], k.shape[1])
+        return scores.masked_fill(hidden, float("-inf"))
 
-    def _kept(self, shape: Sequence[int], state: Tensor | None) -> Tensor | float:
-        """What dropout leaves, the same in forward and backward."""
+    def _dropout_factors(self, shape: Sequence[int], state: Tensor | None) -> Tensor | float:
+        """What dropout leaves, scaled: the same in forward and backward, by the saved state."""
         if not self.dropout or state is None:
             return 1.0
-        generator = torch.Generator().manual_seed(int(state.view(-1)[0]))
-        return (torch.rand(tuple(shape), generator=generator) >= self.dropout) / (1 - self.dropout)
+        seed = int(state.view(-1)[0])
+        generator = torch.Generator().manual_seed(seed)
+        stays = torch.rand(tuple(shape), generator=generator) >= self.dropout
+        return stays / (1 - self.dropout)
 
     def _by_rows(self, statistics: Tensor) -> Tensor:
         """View of [b, h, s, 1], or of [t, h, 1], as the rows of the queries lie."""
-        if self.form == "thd":
+        form = self.form
+        if form == "thd":
             return statistics
-        b, h, s = statistics.shape[:3]
-        order = (2, 0, 1, 3) if self.form == "sbhd" else (0, 2, 1, 3)
-        return statistics.view(b, h, s, 1).permute(order)
+        batch, heads, rows = statistics.shape[:3]
+        numbers = statistics.view(batch, heads, rows, 1)
+        if form == "sbhd":
+            return numbers.permute(2, 0, 1, 3)
+        return numbers.permute(0, 2, 1, 3)
 
     def forward(
         self,
         out: Tensor,
-        kept: Sequence[Tensor],
+        statistics: Sequence[Tensor],
         state: Tensor,
         bias: Tensor | None = None,
         sink: Tensor | None = None,
     ) -> None:
-        """Write ``out``, ``kept`` (log of the sum, and largest, of a row's scores) and ``state``.
+        """Write ``out``, ``state``, and ``statistics``: of a row's scores the log of the sum of
+        their exponents, and perhaps the largest.
 
         sink : one more logit a head, which takes its share and brings no value
         """
         state.random_(1 << 31)
         q, k, v = self.tensors[:3]
-        rows = [self._by_rows(t) for t in kept]
-        for q1, k1, v1, out1, *rows1 in self._sequences(q, k, v, out, *rows):
+        by_rows = [self._by_rows(numbers) for numbers in statistics]
+        for q1, k1, v1, out1, *numbers1 in self._sequences(q, k, v, out, *by_rows):
+            queries, heads = q1.shape[1:3]
+            keys = k1.shape[1]
             scores = self._logits(q1, k1, bias)
             largest = scores.amax(-1, keepdim=True)
             if sink is not None:
-                more = sink.float().expand(len(scores), -1, q1.shape[1], 1)
-                scores = torch.cat([scores, more], -1)
-            found = scores.logsumexp(-1, keepdim=True)
-            shares = (scores - found).exp().nan_to_num()[..., : k1.shape[1]]
-            shares = shares * self._kept(shares.shape, state)
-            out1.copy_((shares @ _heads(v1, q1.shape[2])).transpose(1, 2))
-            for to, of in zip(rows1, (found, largest), strict=False):
-                to.copy_(of.transpose(1, 2))
+                sink_logits = sink.float().expand(len(scores), -1, queries, 1)
+                scores = torch.cat([scores, sink_logits], -1)
+            log_of_sum = scores.logsumexp(-1, keepdim=True)
+            # a query that sees no key has shares of nan: it takes nothing
+            shares = (scores - log_of_sum).exp().nan_to_num()[..., :keys]
+            shares = shares * self._dropout_factors(shares.shape, state)
+            values = shares @ _heads(v1, heads)
+            out1.copy_(values.transpose(1, 2))
+            for numbers, value in zip(numbers1, (log_of_sum, largest), strict=False):
+                numbers.copy_(value.transpose(1, 2))
 
     def backward(
         self,
@@ -162,35 +193,49 @@ class Attention:
         sink: Pair = (None, None),
     ) -> None:
         """Write ``grads`` of q, k, v, and those of the bias and the sink."""
-        q, _, _, out, grad = self.tensors
-        for to in (*grads, bias[1], sink[1]):
-            if to is not None:
-                to.zero_()
-        together = (*self.tensors, grads[0], self._by_rows(statistics))
-        keys = self._sequences(q, grads[1], grads[2])
-        for (q1, k1, v1, out1, grad1, dq1, lse), (_, dk1, dv1) in zip(
-            self._sequences(*together), keys, strict=True
-        ):
+        q = self.tensors[0]
+        dq, dk, dv = grads
+        bias_values, dbias = bias
+        sink_values, dsink = sink
+        for gradient in (dq, dk, dv, dbias, dsink):
+            if gradient is not None:
+                gradient.zero_()
+        of_queries = self._sequences(*self.tensors, dq, self._by_rows(statistics))
+        of_keys = self._sequences(q, dk, dv)
+        for views, (_, dk1, dv1) in zip(of_queries, of_keys, strict=True):
+            q1, k1, v1, out1, grad1, dq1, log_of_sum = views
             heads, groups = q1.shape[2], k1.shape[2]
-            lse = lse.transpose(1, 2)
-            shares = (self._logits(q1, k1, bias[0]) - lse).exp().nan_to_num()
-            keep, dout = self._kept(shares.shape, state), _heads(grad1, heads)
-            delta = (dout * _heads(out1, heads)).sum(-1, keepdim=True)
-            dscores = shares * (dout @ _heads(v1, heads).transpose(-1, -2) * keep - delta)
-            dq1.copy_((dscores @ _heads(k1, heads) * self.scale).transpose(1, 2))
-            dk = dscores.transpose(-1, -2) @ _heads(q1, heads) * self.scale
-            dv = (shares * keep).transpose(-1, -2) @ dout
-            for to, of in ((dk1, dk), (dv1, dv)):
-                to.copy_(of.unflatten(1, (groups, -1)).sum(2).transpose(1, 2))
-            if bias[0] is not None and bias[1] is not None:
-                bias[1].add_(dscores.sum_to_size(bias[0].shape))
-            if sink[0] is not None and sink[1] is not None:
-                sink[1].sub_(((sink[0].float() - lse).exp() * delta).sum((0, 2), keepdim=True))
+            log_of_sum = log_of_sum.transpose(1, 2)
+            shares = (self._logits(q1, k1, bias_values) - log_of_sum).exp().nan_to_num()
+            factors = self._dropout_factors(shares.shape, state)
+            dout = _heads(grad1, heads)
+            # the gradient of softmax: what each share gains less what its whole row gains
+            row_gain = (dout * _heads(out1, heads)).sum(-1, keepdim=True)
+            dshares = dout @ _heads(v1, heads).transpose(-1, -2) * factors
+            dscores = shares * (dshares - row_gain)
+            dq_of_heads = dscores @ _heads(k1, heads) * self.scale
+            dk_of_heads = dscores.transpose(-1, -2) @ _heads(q1, heads) * self.scale
+            dv_of_heads = (shares * factors).transpose(-1, -2) @ dout
+            dq1.copy_(dq_of_heads.transpose(1, 2))
+            dk1.copy_(_sum_of_groups(dk_of_heads, groups))
+            dv1.copy_(_sum_of_groups(dv_of_heads, groups))
+            if bias_values is not None and dbias is not None:
+                dbias.add_(dscores.sum_to_size(bias_values.shape))
+            if sink_values is not None and dsink is not None:
+                sink_share = (sink_values.float() - log_of_sum).exp()
+                dsink.sub_((sink_share * row_gain).sum((0, 2), keepdim=True))
 
 
-def _heads(t: Tensor, heads: int) -> Tensor:
-    """[b, heads, s, d] in fp32; groups of heads share keys and values."""
-    return t.transpose(1, 2).float().repeat_interleave(heads // t.shape[2], 1)
+def _heads(rows: Tensor, heads: int) -> Tensor:
+    """[b, heads, s, d] in fp32 of [b, s, h, d]; groups of heads share keys and values."""
+    heads_of_group = heads // rows.shape[2]
+    return rows.transpose(1, 2).float().repeat_interleave(heads_of_group, 1)
+
+
+def _sum_of_groups(gradients: Tensor, groups: int) -> Tensor:
+    """[b, s, groups, d] of [b, heads, s, d]: heads of a group add to the same keys or values."""
+    by_group = gradients.unflatten(1, (groups, -1))
+    return by_group.sum(2).transpose(1, 2)
 
 
 # -- cuDNN -----------------------------------------------------------------------------------------
@@ -199,29 +244,32 @@ _ALIGNED = 256  # bytes beside every plan's own (benchmarks/results/snapshots)
 
 def _call(args: Sequence[Values], scale: float, dropout: float, count: int) -> Attention:
     """count : tensors that follow the lengths: q, k, v; backward also the output, its gradient"""
-    first = next(i for i, a in enumerate(args) if isinstance(a, Tensor))
-    tensors, rest = tuple(args[first + 2 : first + 2 + count]), args[first + 2 + count :]
-    left, right = next(a for a in args if isinstance(a, (tuple, list)))
-    layout, mask, bias = (
-        member(f"NVTE_{kind}", args) for kind in ("QKV_Layout", "Mask_Type", "Bias_Type")
-    )
+    first = 0
+    while not isinstance(args[first], Tensor):
+        first += 1
+    q_place = first + 2
+    rest_place = q_place + count
+    left, right = next(arg for arg in args if isinstance(arg, (tuple, list)))
     return Attention(
-        layout,
-        mask,
-        bias,
-        scale,
-        dropout,
-        (left, right),
-        (args[first], args[first + 1]),
-        tensors,
-        tuple(rest),
+        layout=member("NVTE_QKV_Layout", args),
+        mask=member("NVTE_Mask_Type", args),
+        bias=member("NVTE_Bias_Type", args),
+        scale=scale,
+        dropout=dropout,
+        window=(left, right),
+        lengths=(args[first], args[first + 1]),
+        tensors=tuple(args[q_place:rest_place]),
+        rest=tuple(args[rest_place:]),
     )
 
 
 def _statistics(call: Attention) -> Tensor:
-    q, (batch, rows, _) = call.tensors[0], call.size
-    packed = call.form == "thd"
-    return new([rows, q.shape[1], 1] if packed else [batch, q.shape[-2], rows, 1], torch.float32)
+    """A number of each row of each head, as cuDNN lays them out."""
+    q = call.tensors[0]
+    batch, rows, _ = call.size
+    if call.form == "thd":
+        return new([rows, q.shape[1], 1], torch.float32)
+    return new([batch, q.shape[-2], rows, 1], torch.float32)
 
 
 def announce(call: Attention, name: str, products: int, out: Tensor | None) -> None:
@@ -231,14 +279,25 @@ def announce(call: Attention, name: str, products: int, out: Tensor | None) -> N
     count as if they saw each other, an upper bound.  Dropout and a fixed order of sums are in the
     kernel's name.
     """
-    (q, k, v, *_), (batch, rows, columns), (left, right) = call.tensors, call.size, call.window
+    q, k, v = call.tensors[:3]
+    batch, rows, columns = call.size
+    left, right = call.window
     causal = "causal" in call.mask
-    pairs = batch * rows * columns // (2 if causal else 1)
+    pairs = batch * rows * columns
+    if causal:
+        pairs //= 2
     if left >= 0:
-        width = left + 1 + (0 if causal else columns if right < 0 else right)
-        pairs = min(pairs, batch * rows * width)
-    name += "_dropout" * bool(call.dropout)
-    name += "_deterministic" * (products > 2 and is_deterministic())
+        keys_ahead = right
+        if causal:
+            keys_ahead = 0
+        elif right < 0:  # no bound to the right
+            keys_ahead = columns
+        window_keys = left + 1 + keys_ahead
+        pairs = min(pairs, batch * rows * window_keys)
+    if call.dropout:
+        name += "_dropout"
+    if products > 2 and is_deterministic():
+        name += "_deterministic"
     flops = products * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1])
     fused(name, flops, *parts(q), *parts(k), *parts(v), out)
 
@@ -260,20 +319,29 @@ def rounded(number: int, multiple: int) -> int:
 def fused_attn_fwd(*args: Values) -> list[Values]:
     """attention.cpp:114 @v2.18: out, statistics, (largest logits,) state, (bias,) (offset)"""
     call = _call(args, args[3], args[4], 3)
-    q, k, v = call.tensors
-    dtype, _, _, _, _, s_quantizer, o_quantizer, bias, offset, _, _, largest, *_ = call.rest
+    q, _, v = call.tensors
+    dtype, _, _, _, _, s_quantizer, o_quantizer, bias, offset, _, _, wants_largest, *_ = call.rest
     create(s_quantizer, [0], torch.float32)
     out = create(o_quantizer, [*q.shape[:-1], v.shape[-1]], dtype)
     state = new(2, torch.int64)
-    kept = [_statistics(call) for _ in range(2 if largest else 1)]
+    statistics = [_statistics(call)]
+    if wants_largest:
+        statistics.append(_statistics(call))
     scratch(_ALIGNED)
     announce(call, "attention", 2, parts(out)[0])
-    more = [t if isinstance(t, Tensor) else None for t in (bias, offset)]
+    bias = bias if isinstance(bias, Tensor) else None
+    offset = offset if isinstance(offset, Tensor) else None
     if not q.is_meta:
-        call.forward(out, kept, state, *more)
-        if largest and not since(2, 14):  # the largest first, and a sum of exponents over it
-            kept = [kept[1], (kept[0] - kept[1]).exp()]
-    return [out, *kept, state, *(t for t in more if t is not None)]
+        call.forward(out, statistics, state, bias, offset)
+        if wants_largest and not since(2, 14):
+            # the largest came first then, and a sum of exponents over it
+            log_of_sum, largest = statistics
+            statistics = [largest, (log_of_sum - largest).exp()]
+    results = [out, *statistics, state]
+    for optional in (bias, offset):
+        if optional is not None:
+            results.append(optional)
+    return results
 
 
 @kernel()
@@ -281,42 +349,60 @@ def fused_attn_bwd(*args: Values) -> list[Values]:
     """attention.cpp:323 @v2.18: gradients of q, k, v, the bias and the softmax offset"""
     call = _call(args, args[2], args[3], 5)
     q, k, v, _, grad = call.tensors
-    at, kept = next((i, a) for i, a in enumerate(call.rest) if isinstance(a, list))
-    *of_scores, of_grads = call.rest[at + 3 : at + 6]  # quantizers; kept: statistics, state, …
-    for quantizer in of_scores:
+    # a list of what forward kept (statistics, state, …), two padded lengths, three quantizers
+    place = 0
+    while not isinstance(call.rest[place], list):
+        place += 1
+    saved = call.rest[place]
+    *score_quantizers, grad_quantizer = call.rest[place + 3 : place + 6]
+    for quantizer in score_quantizers:
         create(quantizer, [0], torch.float32)
-    delayed = kind_of(of_grads) == "delayed"
+    delayed = kind_of(grad_quantizer) == "delayed"
     dtype = torch.uint8 if delayed else call.rest[0]
     grads: list[Values] = list(_gradients(call.layout, dtype, q, k, v))
     if delayed:
-        grads = [create(of_grads, g.shape, q.dtype, lambda *_, g=g: g) for g in grads]
-    dbias = new(kept[-1].shape, q.dtype) if call.biased else None
-    offset = member("NVTE_Softmax_Type", args) != "vanilla_softmax"
-    doffset = new([1, q.shape[-2], 1, 1], torch.float32) if offset else None
+        grads = [_in_memory(grad_quantizer, memory, q.dtype) for memory in grads]
+    has_offset = member("NVTE_Softmax_Type", args) != "vanilla_softmax"
+    dbias = new(saved[-1].shape, q.dtype) if call.biased else None
+    doffset = new([1, q.shape[-2], 1, 1], torch.float32) if has_offset else None
     scratch(_workspace(call))
     announce(call, "attention_backward", 5, parts(grad)[0])
     if not q.is_meta:
-        of_bias = kept[2] if call.biased else None, dbias
-        of_sink = kept[-1] if offset else None, doffset
-        call.backward(grads, kept[0], kept[1], of_bias, of_sink)
+        statistics, state = saved[:2]
+        bias = saved[2] if call.biased else None
+        offset = saved[-1] if has_offset else None
+        call.backward(grads, statistics, state, (bias, dbias), (offset, doffset))
     return [*grads, dbias, doffset]
+
+
+def _in_memory(quantizer: Values, memory: Tensor, dtype: torch.dtype) -> Values:
+    """Transformer Engine's tensor in FP8 whose values lie in ``memory``."""
+    return create(quantizer, memory.shape, dtype, lambda *_: memory)
 
 
 def _gradients(layout: str, dtype: torch.dtype, q: Tensor, *kv: Tensor) -> list[Tensor]:
     """Three tensors, or parts of one or two where the layout has q, k and v so
     (attention.cpp:384 @v2.18).
     """
-    groups, found = layout.split("_"), []
-    owners = {1: [(q, *kv)], 2: [(q,), kv], 3: [(q,), kv[:1], kv[1:]]}[len(groups)]
-    for group, tensors in zip(groups, owners, strict=True):
-        shape, count = list(tensors[0].shape), len(tensors)
+    layouts = layout.split("_")
+    owners: list[tuple[Tensor, ...]] = [(q,), kv[:1], kv[1:]]
+    if len(layouts) == 1:
+        owners = [(q, *kv)]
+    elif len(layouts) == 2:
+        owners = [(q,), kv]
+    gradients = list[Tensor]()
+    for group_layout, tensors in zip(layouts, owners, strict=True):
+        shape = list(tensors[0].shape)
+        count = len(tensors)
         if count == 1:
-            found.append(new(shape, dtype))
+            gradients.append(new(shape, dtype))
             continue
-        at = len(shape) - len(group.partition(str(count))[2])
-        shape.insert(at, count)
-        found += new(shape, dtype).unbind(at)
-    return found
+        # sb3hd, sbh3d: the digit stands where the parts lie side by side
+        dims_behind = len(group_layout.partition(str(count))[2])
+        parts_dim = len(shape) - dims_behind
+        shape.insert(parts_dim, count)
+        gradients += new(shape, dtype).unbind(parts_dim)
+    return gradients
 
 
 def _workspace(call: Attention) -> int:
@@ -328,13 +414,16 @@ def _workspace(call: Attention) -> int:
     q, k, v = call.tensors[:3]
     batch, rows, columns = call.size
     heads, size = q.shape[-2:]
-    whole = batch * heads
-    taken = 4 * whole * rows * (size + 1)
+    all_heads = batch * heads
+    sums_of_rows = 4 * all_heads * rows
+    workspace_bytes = sums_of_rows * size + sums_of_rows
     if (is_deterministic() or call.biased) and call.form != "thd":
-        taken = 2 * whole * rounded(rows, 64) * rounded(columns, 128) + 4 * whole * rows
+        parts_in_order = 2 * all_heads * rounded(rows, 64) * rounded(columns, 128)
+        workspace_bytes = parts_in_order + sums_of_rows
     if k.shape[-2] != heads:
-        taken += q.element_size() * whole * columns * (k.shape[-1] + v.shape[-1])
-    return taken + _ALIGNED
+        columns_of_head = k.shape[-1] + v.shape[-1]
+        workspace_bytes += q.element_size() * all_heads * columns * columns_of_head
+    return workspace_bytes + _ALIGNED
 
 
 @kernel()
@@ -346,42 +435,58 @@ def get_fused_attn_backend(*args: Values) -> Values:
         NVTE_Fused_Attn_Backend,
     )
 
-    if len(args) == 1:
-        (of,) = args
-        rest: Sequence[Values] = (
-            of.dropout,
-            of.num_attn_heads,
-            of.num_gqa_groups,
-            of.max_seqlen_q,
-            of.max_seqlen_kv,
-            of.head_dim_qk,
-            of.head_dim_v,
-            of.window_size_left,
-            of.window_size_right,
-        )
-        dtype, mask = of.qkv_dtype, of.attn_mask_type.name.lower()
+    from_config = len(args) == 1
+    if from_config:
+        (config,) = args
+        dtype = dtype_of(config.qkv_dtype)
+        mask = config.attn_mask_type.name.lower()
+        dropout = config.dropout
+        rows, columns = config.max_seqlen_q, config.max_seqlen_kv
+        head_sizes = [config.head_dim_qk, config.head_dim_v]
+        left, right = config.window_size_left, config.window_size_right
     else:
-        dtype, mask, rest = args[1], member("NVTE_Mask_Type", args), args[7:]
-    dropout, _, _, rows, columns, *sizes, left, right = rest[:9]
+        dtype = dtype_of(args[1])
+        mask = member("NVTE_Mask_Type", args)
+        dropout, _, _, rows, columns, *head_sizes, left, right = args[7:16]
     windowed = left != -1 or right not in (-1, 0)
-    fits = dtype_of(dtype) in (torch.float16, torch.bfloat16) and "arbitrary" not in mask
-    fits = fits and all(size % 8 == 0 and size <= 256 for size in sizes)
-    fits = fits and not (windowed and (dropout or rows > columns))
-    name = "NVTE_F16_arbitrary_seqlen" if fits else "NVTE_No_Backend"
-    if dtype_of(dtype) == torch.uint8 and set(sizes) == {128} and not (windowed or rows % 128):
+    name = "NVTE_No_Backend"
+    if _fits_16_bit(dtype, mask, head_sizes) and not (windowed and (dropout or rows > columns)):
+        name = "NVTE_F16_arbitrary_seqlen"
+    if dtype == torch.uint8 and set(head_sizes) == {128} and not (windowed or rows % 128):
         name = "NVTE_FP8"
-    answer = NVTE_Fused_Attn_Backend[name]
-    why = "no row of our table" if name == "NVTE_No_Backend" else ""
-    return (answer, why) if len(args) == 1 else answer
+    backend = NVTE_Fused_Attn_Backend[name]
+    if not from_config:
+        return backend
+    reason = "no row of our table" if name == "NVTE_No_Backend" else ""
+    return backend, reason
+
+
+def _fits_16_bit(dtype: torch.dtype, mask: str, head_sizes: Sequence[int]) -> bool:
+    """Whether cuDNN's kernel of 16 bit takes this type, mask and heads."""
+    if dtype not in (torch.float16, torch.bfloat16) or "arbitrary" in mask:
+        return False
+    return all(size % 8 == 0 and size <= 256 for size in head_sizes)
 
 
 # -- packed sequences, spread over ranks: shapes alone ---------------------------------------------
-def _halved(x: Tensor, *rest: object) -> Tensor:
-    dim = 0 if x.dim() == 3 else 1
-    return new([*x.shape[:dim], x.shape[dim] // 2, *x.shape[dim + 1 :]], x.dtype)
+def _halved(x: Tensor, *lengths: object) -> Tensor:
+    rows_dim = 0 if x.dim() == 3 else 1
+    shape = list(x.shape)
+    shape[rows_dim] //= 2
+    return new(shape, x.dtype)
 
 
-def _to_cp_order(x: Tensor, *rest: object) -> Tensor:
+def _indices_of_rank(lengths: Tensor, tokens: Values, size: int, rank: int) -> Tensor:
+    return new(int(tokens) // size, torch.int32)
+
+
+def _second_half_of_statistics(
+    statistics: Tensor, lengths: Tensor, packed: bool, tokens: int
+) -> Tensor:
+    return torch.zeros([*statistics.shape[:-1], tokens], device=statistics.device)
+
+
+def _to_cp_order(x: Tensor, *lengths: object) -> Tensor:
     return torch.empty_like(x.contiguous())
 
 
@@ -396,24 +501,20 @@ def _together(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return new([rows, batch, heads, 3 * size], q.dtype)
 
 
+def _padded_batch(x: Tensor, lengths: Tensor, batch: int, rows: int) -> Tensor:
+    return new([batch, rows, *x.shape[1:]], x.dtype)
+
+
+def _packed_batch(x: Tensor, lengths: Tensor, tokens: int) -> Tensor:
+    return new([tokens, *x.shape[2:]], x.dtype)
+
+
 # kernel -> line of attention.cpp @v2.18, name for costs, whether its result is as large as what it
 # reads, result (None: over its first tensor)
 _PACKED: dict[str, tuple[int, str, bool, Callable[..., Tensor] | None]] = {
     "thd_read_half_tensor": (792, "copy_", True, _halved),
-    "thd_get_partitioned_indices": (
-        957,
-        "",
-        True,
-        lambda lengths, tokens, size, rank: new(int(tokens) // size, torch.int32),
-    ),
-    "thd_read_second_half_lse": (
-        876,
-        "",
-        True,
-        lambda statistics, lengths, packed, tokens: torch.zeros(
-            [*statistics.shape[:-1], tokens], device=statistics.device
-        ),
-    ),
+    "thd_get_partitioned_indices": (957, "", True, _indices_of_rank),
+    "thd_read_second_half_lse": (876, "", True, _second_half_of_statistics),
     "thd_out_correction": (832, "add_", False, None),
     "thd_second_half_lse_correction": (925, "add_", False, None),
     "thd_grad_correction": (942, "add_", False, None),
@@ -421,28 +522,28 @@ _PACKED: dict[str, tuple[int, str, bool, Callable[..., Tensor] | None]] = {
     "thd_cp_rank_order_to_sequence_order": (978, "index_select", True, _to_cp_order),
     "fa_prepare_fwd": (611, "copy_", True, _thirds),
     "fa_prepare_bwd": (632, "copy_", True, _together),
-    "convert_thd_to_bshd": (
-        1052,
-        "copy_",
-        False,
-        lambda x, lengths, batch, rows: new([batch, rows, *x.shape[1:]], x.dtype),
-    ),
-    "convert_bshd_to_thd": (
-        1072,
-        "copy_",
-        False,
-        lambda x, lengths, tokens: new([tokens, *x.shape[2:]], x.dtype),
-    ),
+    "convert_thd_to_bshd": (1052, "copy_", False, _padded_batch),
+    "convert_bshd_to_thd": (1072, "copy_", False, _packed_batch),
 }
 
 
-def _packed(line: int, cost: str, alike: bool, result: Callable[..., Tensor] | None) -> Kernel:
+def _packed(
+    line: int, cost: str, reads_as_much: bool, result: Callable[..., Tensor] | None
+) -> Kernel:
+    """Make the kernel of a row of ``_PACKED``."""
+
     def run(*args: Values) -> Tensor | None:
-        out = None if result is None else result(*args)
-        read = tensors_in(args[: 2 if out is None else 1])
+        if result is None:  # over its first tensor
+            out = None
+            read = tensors_in(args[:2])
+            written = read[0]
+        else:
+            out = written = result(*args)
+            read = tensors_in(args[:1])
+        if reads_as_much:
+            read = [written]
         if cost:
-            written = read[0] if out is None else out
-            fused(cost, 0, *([written] if alike else read), written)
+            fused(cost, 0, *read, written)
         return out
 
     run.__doc__ = f"attention.cpp:{line} @v2.18"
@@ -460,19 +561,31 @@ _VERSION = "2.8.1"
 
 
 def _flash(
-    tensors: tuple[Tensor, ...], rest: Sequence[Values], options: dict[str, Values]
+    tensors: tuple[Tensor, ...], arguments: Sequence[Values], options: dict[str, Values]
 ) -> Attention:
     """Of [b, s, h, d], or of packed rows [t, h, d]; the last query sees all keys."""
     form = "bshd" if tensors[0].dim() == 4 else "thd"
     mask = "causal_bottom_right" if options.get("causal") else "no_mask_bottom_right"
-    scale, dropout = (options.get(name) for name in ("softmax_scale", "dropout_p"))
+    dropout = options.get("dropout_p")
     if dropout is None:  # without its name it is the only number that is not whole
-        dropout = next((a for a in rest if isinstance(a, float)), 0.0)
-    sides = options.get("window_size_left", -1), options.get("window_size_right", -1)
-    scale = tensors[0].shape[-1] ** -0.5 if scale is None else scale
-    window = options.get("window_size", sides)
+        floats = [argument for argument in arguments if isinstance(argument, float)]
+        dropout = floats[0] if floats else 0.0
+    scale = options.get("softmax_scale")
+    if scale is None:
+        scale = tensors[0].shape[-1] ** -0.5
+    if "window_size" in options:
+        window = options["window_size"]
+    else:  # the functions below the public ones take both sides by themselves
+        window = (options.get("window_size_left", -1), options.get("window_size_right", -1))
     return Attention(
-        f"{form}_{form}_{form}", mask, "", scale, dropout, window, tensors_in(rest)[:2], tensors
+        layout=f"{form}_{form}_{form}",
+        mask=mask,
+        bias="",
+        scale=scale,
+        dropout=dropout,
+        window=window,
+        lengths=tensors_in(arguments)[:2],
+        tensors=tensors,
     )
 
 
@@ -480,19 +593,24 @@ def _flash_forward(call: Attention) -> tuple[Tensor, Tensor, None, Tensor]:
     """mha_fwd, mha_varlen_fwd (csrc/flash_attn/flash_api.cpp @2.8): out, statistics, probabilities
     for tests, random state.
     """
-    q, k, v = call.tensors
+    q, _, v = call.tensors
+    batch, rows, _ = call.size
+    heads = q.shape[-2]
+    packed = call.form == "thd"
     out = new([*q.shape[:-1], v.shape[-1]], q.dtype)
-    (batch, rows, _), heads, packed = call.size, q.shape[-2], call.form == "thd"
     statistics = new([heads, rows] if packed else [batch, heads, rows], torch.float32)
     state = new(2, torch.int64)
     announce(call, "attention", 2, out)
     if not out.is_meta:
-        call.forward(out, [_with_one(statistics, packed)], state)
+        call.forward(out, [_as_columns(statistics, packed)], state)
     return out, statistics, None, state
 
 
-def _with_one(statistics: Tensor, packed: bool) -> Tensor:
-    return (statistics.t() if packed else statistics).unsqueeze(-1)
+def _as_columns(statistics: Tensor, packed: bool) -> Tensor:
+    """View [b, h, s, 1] or, of packed sequences, [t, h, 1] of flash-attn's statistics."""
+    if packed:
+        return statistics.t().unsqueeze(-1)
+    return statistics.unsqueeze(-1)
 
 
 def _flash_backward(
@@ -504,49 +622,55 @@ def _flash_backward(
     q, k, v, _, grad = call.tensors
     batch, rows, columns = call.size
     heads, width = q.shape[-2:]
-    padded, broad = rounded(rows, 128), rounded(width, 32 if width <= 128 else 64)
-    number = new([batch, heads, padded], torch.float32)
+    padded_rows = rounded(rows, 128)
+    padded_width = rounded(width, 32 if width <= 128 else 64)
+    number_of_row = new([batch, heads, padded_rows], torch.float32)
     announce(call, "attention_backward", 5, grad)
     if not q.is_meta:
-        call.backward(grads, _with_one(statistics, call.form == "thd"), state)
-        return number
-    copies = -(-PROCESSORS // (batch * heads)) if is_deterministic() else 1
-    taken = [new([copies, batch, heads, padded, broad], torch.float32)]
+        call.backward(grads, _as_columns(statistics, call.form == "thd"), state)
+        return number_of_row
+    # shapes alone: the temporaries, which live until the kernel returns
+    copies = 1
+    if is_deterministic():
+        copies = -(-PROCESSORS // (batch * heads))
+    temporaries = [new([copies, batch, heads, padded_rows, padded_width], torch.float32)]
     if k.shape[-2] != heads:
-        taken += [new([batch, columns, heads, t.shape[-1]], q.dtype) for t in (k, v)]
-    return number
+        temporaries.append(new([batch, columns, heads, k.shape[-1]], q.dtype))
+        temporaries.append(new([batch, columns, heads, v.shape[-1]], q.dtype))
+    return number_of_row
 
 
 @differentiable
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, rest: Sequence[Values], options: dict[str, Values]
+    q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Values], options: dict[str, Values]
 ) -> Any:
     """FlashAttnFunc, FlashAttnVarlenFunc (flash_attn/flash_attn_interface.py @2.8)."""
-    call = _flash((q, k, v), rest, options)
+    call = _flash((q, k, v), arguments, options)
     out, statistics, _, state = _flash_forward(call)
-    kept = (q, k, v, out, statistics, *call.lengths, state)
-    call = replace(call, tensors=(), lengths=())
+    saved_tensors = (q, k, v, out, statistics, *call.lengths, state)
+    call = replace(call, tensors=(), lengths=())  # backward holds no tensor but the saved ones
 
     def backward(grad: Tensor, *saved: Tensor) -> Grads:
         q, k, v, out, statistics, *lengths, state = saved
-        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         tensors = (q, k, v, out, grad.contiguous())
-        _flash_backward(replace(call, lengths=lengths, tensors=tensors), grads, statistics, state)
+        call_of_backward = replace(call, lengths=lengths, tensors=tensors)
+        _flash_backward(call_of_backward, grads, statistics, state)
         return (*grads, None, None)
 
-    return out, kept, backward
+    return out, saved_tensors, backward
 
 
-def flash_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Values, **options: Values) -> Tensor:
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, *arguments: Values, **options: Values) -> Tensor:
     """flash_attn_func, and flash_attn_varlen_func with its lengths."""
-    return _attend(q, k, v, rest, options)
+    return _attend(q, k, v, arguments, options)
 
 
 def _raw_forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: Values
+    q: Tensor, k: Tensor, v: Tensor, *arguments: object, **options: Values
 ) -> tuple[Tensor, Tensor, None, Tensor]:
     """_flash_attn_forward, _flash_attn_varlen_forward: what context parallelism calls."""
-    return _flash_forward(_flash((q, k, v), rest, options))
+    return _flash_forward(_flash((q, k, v), arguments, options))
 
 
 def _raw_backward(
@@ -556,12 +680,13 @@ def _raw_backward(
     v: Tensor,
     out: Tensor,
     statistics: Tensor,
-    *rest: Values,
+    *arguments: Values,
     **options: Values,
 ) -> Tensor:
     """_flash_attn_backward, _flash_attn_varlen_backward: into the gradients that it is given."""
-    call = _flash((q, k, v, out, grad), rest[3:], options)
-    return _flash_backward(call, rest[:3], statistics, options.get("rng_state"))
+    grads = arguments[:3]
+    call = _flash((q, k, v, out, grad), arguments[3:], options)
+    return _flash_backward(call, grads, statistics, options.get("rng_state"))
 
 
 _PUBLIC: dict[str, object] = dict.fromkeys(

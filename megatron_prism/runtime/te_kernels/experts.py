@@ -25,7 +25,7 @@ _TINY = 1e-20  # beside a sum of scores (common/fused_router/utils.h @v2.9)
 Choice = Callable[[Tensor], Tensor]
 
 
-def _between(logits: Tensor) -> torch.dtype:
+def _kept_dtype(logits: Tensor) -> torch.dtype:
     """What the router keeps for backward is fp32 from 2.13 on."""
     return torch.float32 if since(2, 13) else logits.dtype
 
@@ -43,33 +43,45 @@ def _map(logits: Tensor, bitmap: Values) -> Tensor:
 def _best(scores: Tensor, topk: int, groups: int | None, group_topk: int | None) -> Tensor:
     """Which experts each token takes; of the best ``group_topk`` groups where there are any."""
     if group_topk:
+        # a group is worth the sum of its best experts, as many as a token takes of each group
         grouped = scores.unflatten(-1, (groups or 1, -1))
-        worth = grouped.topk(topk // group_topk, -1).values.sum(-1)
-        taken = torch.zeros_like(worth, dtype=torch.bool)
-        taken.scatter_(-1, worth.topk(group_topk, -1).indices, True)
-        scores = grouped.masked_fill(~taken.unsqueeze(-1), float("-inf")).flatten(-2)
-    best = torch.zeros_like(scores, dtype=torch.bool)
-    return best.scatter_(-1, scores.topk(topk, -1).indices, True)
+        best_of_group = grouped.topk(topk // group_topk, -1).values
+        worth_of_group = best_of_group.sum(-1)
+        best_groups = worth_of_group.topk(group_topk, -1).indices
+        is_best_group = torch.zeros_like(worth_of_group, dtype=torch.bool)
+        is_best_group.scatter_(-1, best_groups, True)
+        in_other_group = ~is_best_group.unsqueeze(-1)
+        scores = grouped.masked_fill(in_other_group, float("-inf")).flatten(-2)
+    best_experts = scores.topk(topk, -1).indices
+    is_best = torch.zeros_like(scores, dtype=torch.bool)
+    return is_best.scatter_(-1, best_experts, True)
 
 
 def _routed(x: Tensor, topk: int, pre: bool, function: str, best: Choice) -> tuple[Tensor, Tensor]:
     """(probabilities, which experts) of logits in fp32, differentiable in the first."""
-    if function == "softmax":
-        scores = x.softmax(-1) if pre else x
-        chosen = best(scores.detach())
-        if pre:
-            return scores * chosen, chosen
+    if function == "softmax" and not pre:  # over the experts that the token takes
+        chosen = best(x.detach())
         return x.masked_fill(~chosen, float("-inf")).softmax(-1), chosen
-    scores = x.sigmoid() if function == "sigmoid" else functional.softplus(x).sqrt()
+    if function == "softmax":
+        scores = x.softmax(-1)
+    elif function == "sigmoid":
+        scores = x.sigmoid()
+    else:
+        scores = functional.softplus(x).sqrt()
     chosen = best(scores.detach())
-    out = scores * chosen
-    return (out / (out.sum(-1, keepdim=True) + _TINY) if topk > 1 else out), chosen
+    probabilities = scores * chosen
+    # scores of softmax add up to 1 over all experts, and stay so; other scores are divided by the
+    # sum of those that the token takes
+    if function != "softmax" and topk > 1:
+        probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + _TINY)
+    return probabilities, chosen
 
 
 def _scores(x: Tensor, topk: int, function: str) -> Tensor:
     """Of all experts, for the losses that balance them."""
-    everyone = torch.ones_like(x, dtype=torch.bool)
-    return _routed(x, topk, True, function, lambda scores: everyone)[0]
+    every_expert = torch.ones_like(x, dtype=torch.bool)
+    probabilities, _ = _routed(x, topk, True, function, lambda scores: every_expert)
+    return probabilities
 
 
 @kernel()
@@ -87,19 +99,23 @@ def fused_topk_with_score_function_fwd(
 ) -> tuple[Tensor, ...]:
     """router.cpp:65 @v2.18; tier cpu keeps the logits, of which backward makes all else again"""
     probs = new(logits.shape, logits.dtype)
-    chosen = _map(logits, routing_map_format) if topk_indices is None else topk_indices
-    out = probs, chosen, new(logits.shape, _between(logits))
-    fused("router_topk", 0, logits, *out)
+    chosen = topk_indices
+    if chosen is None:
+        chosen = _map(logits, routing_map_format)
+    saved = new(logits.shape, _kept_dtype(logits))
+    fused("router_topk", 0, logits, probs, chosen, saved)
     if logits.is_meta:
-        return out
+        return probs, chosen, saved
 
     def best(scores: Tensor) -> Tensor:
         biased = scores if expert_bias is None else scores + expert_bias.float()
         return _best(biased, topk, num_groups, group_topk)
 
-    values, taken = _routed(logits.float(), topk, use_pre_softmax, score_function, best)
+    values, is_chosen = _routed(logits.float(), topk, use_pre_softmax, score_function, best)
     fill(probs, lambda: values * (scaling_factor or 1.0))
-    return probs, fill(chosen, lambda: taken), fill(out[2], lambda: logits)
+    fill(chosen, lambda: is_chosen)
+    fill(saved, lambda: logits)
+    return probs, chosen, saved
 
 
 @kernel()
@@ -107,13 +123,15 @@ def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, score_function: str, routing_map_format: Values = None
 ) -> tuple[Tensor, ...]:
     """router.cpp:221 @v2.18; tier cpu keeps the logits"""
-    kind = _between(logits)
-    out = new(logits.shape, kind), _map(logits, routing_map_format), new(logits.shape, kind)
-    fused("router_scores", 0, logits, *out)
-    fill(out[0], lambda: _scores(logits.float(), topk, score_function))
-    fill(out[1], lambda: _best(out[0], topk, None, None))
-    fill(out[2], lambda: logits)
-    return out
+    dtype = _kept_dtype(logits)
+    scores = new(logits.shape, dtype)
+    chosen = _map(logits, routing_map_format)
+    saved = new(logits.shape, dtype)
+    fused("router_scores", 0, logits, scores, chosen, saved)
+    fill(scores, lambda: _scores(logits.float(), topk, score_function))
+    fill(chosen, lambda: _best(scores, topk, None, None))
+    fill(saved, lambda: logits)
+    return scores, chosen, saved
 
 
 def _backward(name: str, tensors: list[Tensor], value: Callable[[], Tensor]) -> Tensor | None:
@@ -122,7 +140,8 @@ def _backward(name: str, tensors: list[Tensor], value: Callable[[], Tensor]) -> 
         fused(name, 0, *tensors)
         fill(tensors[-1], value)
         return None
-    out = new(tensors[-1].shape, tensors[-1].dtype)
+    grad = tensors[-1]
+    out = new(grad.shape, grad.dtype)
     fused(name, 0, *tensors, out)
     return fill(out, value)
 
@@ -130,12 +149,16 @@ def _backward(name: str, tensors: list[Tensor], value: Callable[[], Tensor]) -> 
 @kernel()
 def fused_topk_with_score_function_bwd(*args: Values) -> Tensor | None:
     """router.cpp:157 @v2.18"""
-    chosen, logits, grad, *_ = tensors = tensors_in(args)
-    last = next(i for i, a in enumerate(args) if a is tensors[-1])
-    topk, pre, scale, function, *_ = args[last + 1 :]
+    tensors = tensors_in(args)
+    chosen, logits, grad = tensors[:3]
+    last_place = 0
+    while args[last_place] is not tensors[-1]:
+        last_place += 1
+    topk, pre, scale, function, *_ = args[last_place + 1 :]
 
     def probs(x: Tensor) -> Tensor:
-        return _routed(x, topk, pre, function, lambda scores: chosen)[0] * (scale or 1.0)
+        probabilities, _ = _routed(x, topk, pre, function, lambda scores: chosen)
+        return probabilities * (scale or 1.0)
 
     return _backward("router_topk_backward", tensors, lambda: gradient(probs, logits, grad))
 
@@ -153,13 +176,14 @@ def fused_score_for_moe_aux_loss_bwd(
 ) -> Tensor | None:
     """router.cpp:269 @v2.18"""
     tensors = tensors_in((intermediate_output, grad_scores, grad_logits))
-    return _backward(
-        "router_scores_backward",
-        tensors,
-        lambda: gradient(
-            lambda x: _scores(x, topk, score_function), intermediate_output, grad_scores
-        ),
-    )
+
+    def scores(x: Tensor) -> Tensor:
+        return _scores(x, topk, score_function)
+
+    def value() -> Tensor:
+        return gradient(scores, intermediate_output, grad_scores)
+
+    return _backward("router_scores_backward", tensors, value)
 
 
 @kernel("fused_moe_aux_loss_fwd", "fused_moe_aux_loss_fwd_graph_safe")
@@ -175,11 +199,13 @@ def aux_loss(
 ) -> tuple[Tensor, Tensor]:
     """router.cpp:299, :324 @v2.18: the loss, and what backward needs: two numbers since 2.16"""
     fused("router_aux_loss", 0, probs, tokens_per_expert)
-    loss, kept = new((), probs.dtype), new(2 if since(2, 16) else (), torch.float32)
+    loss = new((), probs.dtype)
+    saved = new(2 if since(2, 16) else (), torch.float32)
     if not probs.is_meta:
-        kept.fill_(num_experts * coeff / (topk * float(total_num_tokens) ** 2))
-        fill(loss, lambda: (probs.float().sum(0) * tokens_per_expert).sum() * kept.view(-1)[0])
-    return loss, kept
+        factor = num_experts * coeff / (topk * float(total_num_tokens) ** 2)
+        saved.fill_(factor)
+        fill(loss, lambda: (probs.float().sum(0) * tokens_per_expert).sum() * saved.view(-1)[0])
+    return loss, saved
 
 
 @kernel()
@@ -193,9 +219,10 @@ def fused_moe_aux_loss_bwd(
     """router.cpp:355 @v2.18"""
     out = new((num_rows, num_cols), grad_aux_loss.dtype)
     fused("router_aux_loss_backward", 0, tokens_per_expert, out)
-    return fill(
-        out,
-        lambda: (tokens_per_expert * Const_buf.view(-1)[0] * grad_aux_loss.float()).expand(
-            num_rows, num_cols
-        ),
-    )
+
+    def value() -> Tensor:
+        factor = Const_buf.view(-1)[0]
+        row = tokens_per_expert * factor * grad_aux_loss.float()
+        return row.expand(num_rows, num_cols)
+
+    return fill(out, value)

@@ -81,8 +81,10 @@ class _Operator:
     """
 
     def __init__(self, name: str, function: Kernel) -> None:
-        self.function, self.signature = function, inspect.signature(function)
-        self.default, self.differentiable = self, cast(Any, None)
+        self.function = function
+        self.signature = inspect.signature(function)
+        self.default = self
+        self.differentiable = cast(Any, None)
         self.__name__ = name
         space, _, leaf = name.partition("::")
         setattr(getattr(torch.ops, space), leaf, self)
@@ -119,8 +121,10 @@ def operators_in_sight() -> Iterator[None]:
     def custom_op(name: str, fn: Kernel | None = None, /, **options: Any) -> object:
         if fn is None:
             return lambda fn: custom_op(name, fn, **options)
-        ours = fn.__module__.startswith(_TE)  # what it imports of torch for the first time is not
-        return _Operator(name, fn) if ours else declare(name, fn, **options)
+        if fn.__module__.startswith(_TE):
+            return _Operator(name, fn)
+        # parts of torch that it imports for the first time
+        return declare(name, fn, **options)
 
     torch.library.custom_op = custom_op  # type: ignore[assignment]
     try:
@@ -152,7 +156,9 @@ def kept() -> Iterator[tuple[str, object]]:
     base = sys.modules.get(f"{_TE}.module.base")
     before = [getattr(base, f"_{name}cublas_workspace", None) for name in ("", "multi_stream_")]
     for held in (*_workspaces.values(), *before):  # until 2.9 in two variables
-        yield from (("cuBLAS workspace", t) for t in (held if isinstance(held, list) else [held]))
+        workspaces = held if isinstance(held, list) else [held]
+        for workspace in workspaces:
+            yield "cuBLAS workspace", workspace
     for tensor in getattr(base, "_dummy_wgrads", {}).values():
         yield "gradients that Transformer Engine returns in place of main_grad", tensor
 
@@ -224,11 +230,16 @@ def _some_experts_are_padded(changes: ProcessChanges) -> None:
             back: bool = back,
         ) -> object:
             align = self.align_size or 16
+            # known counts are padded by Transformer Engine, and so are uneven ones
             if not counts["made_up"] or any(count % align for count in splits):
                 return original(self, x, splits)
-            padded = [count + align * (i % 2 == 0) for i, count in enumerate(splits)]
+            padded = list(splits)
+            for expert in range(0, len(splits), 2):  # every second expert gets a whole pad
+                padded[expert] += align
             out = resize.apply(x, (splits, padded, torch.is_grad_enabled()))
-            return out if back else (out, padded)
+            if back:
+                return out
+            return out, padded
 
         changes.set(owner, "forward", forward)
 
@@ -283,8 +294,8 @@ class _Bfloat16:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __eq__(self, other: object) -> bool:
-        return other in (torch.bfloat16, torch.float32)
+    def __eq__(self, dtype: object) -> bool:
+        return dtype in (torch.bfloat16, torch.float32)
 
 
 def _attention_of_all_kinds(changes: ProcessChanges) -> None:
@@ -297,14 +308,15 @@ def _attention_of_all_kinds(changes: ProcessChanges) -> None:
     utils = importlib.import_module(f"{_TE}.{folder}.utils")
     choose = utils.get_attention_backend
 
-    def some(params: Any, *rest: object) -> Any:
-        found = choose(params, *rest)
-        if any(found[-1]):
-            return found
+    def choose_for_all(params: Any, *arguments: object) -> Any:
+        backend = choose(params, *arguments)
+        available = backend[-1]
+        if any(available):
+            return backend
         usual = {"qkv_dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
-        return choose(dataclasses.replace(params, **usual), *rest)
+        return choose(dataclasses.replace(params, **usual), *arguments)
 
-    changes.set(utils, "get_attention_backend", some)
+    changes.set(utils, "get_attention_backend", choose_for_all)
 
 
 def _graphs_keep_shapes(changes: ProcessChanges) -> None:

@@ -30,36 +30,56 @@ def adam(chunk: int, flag: object, lists: Lists, *rest: Values) -> None:
             _step(grad, parameter, *states, *rest)
 
 
-TABLE.update(
-    dict.fromkeys(
-        (
-            f"multi_tensor_adam{kind}"
-            for kind in ("", "_param_remainder", "_fp8", "_capturable", "_capturable_master")
-        ),
-        adam,
-    )
-)
-SHAPES_ONLY.update(
-    f"multi_tensor_adam_{kind}" for kind in ("fp8", "capturable", "capturable_master")
-)
+TABLE["multi_tensor_adam"] = adam
+TABLE["multi_tensor_adam_param_remainder"] = adam
+for _name in (
+    "multi_tensor_adam_fp8",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+):
+    TABLE[_name] = adam
+    SHAPES_ONLY.add(_name)
 
 
-def _step(grad: Tensor, p: Tensor, m: Tensor, v: Tensor, *rest: Values) -> None:
-    """The last of ``rest`` are numbers; before them may be fp32 of ``p``, or its 16 low bits."""
-    *master, lr, beta1, beta2, eps, step, decoupled, corrected, decay = rest
-    low = master[0] if master and master[0].dtype == torch.int16 else None
-    wide = _joined(p, low) if low is not None else (master[0] if master else p).float()
-    first, second = (1 - b**step if corrected else 1.0 for b in (beta1, beta2))
-    g = grad.float() + (0 if decoupled else decay * wide)
-    m.copy_(m.float().lerp(g, 1 - beta1))
-    v.copy_(v.float() * beta2 + (1 - beta2) * g * g)
-    change = (m.float() / first) / ((v.float() / second).sqrt() + eps)
-    wide = wide - lr * (change + (decay * wide if decoupled else 0))
+def _step(grad: Tensor, p: Tensor, m: Tensor, v: Tensor, *arguments: Values) -> None:
+    """The last of ``arguments`` are numbers; before them may be fp32 of ``p``, or its 16 low bits.
+
+    Args:
+        grad: the gradient of ``p``.
+        p: the parameter, written.
+        m: first moment, written.
+        v: second moment, written.
+        arguments: (a copy of ``p``,) rate, beta1, beta2, epsilon, step, whether weight decay is
+            decoupled (AdamW), whether moments are corrected by their step, weight decay.
+    """
+    *masters, lr, beta1, beta2, eps, step, decoupled, corrected, decay = arguments
+    low = masters[0] if masters and masters[0].dtype == torch.int16 else None
+    if low is not None:
+        wide = _joined(p, low)
+    elif masters:
+        wide = masters[0].float()
+    else:
+        wide = p.float()
+    first_correction = second_correction = 1.0
+    if corrected:
+        first_correction = 1 - beta1**step
+        second_correction = 1 - beta2**step
+    gradient = grad.float()
+    if not decoupled:
+        gradient = gradient + decay * wide
+    m.copy_(m.float().lerp(gradient, 1 - beta1))
+    v.copy_(v.float() * beta2 + (1 - beta2) * gradient * gradient)
+    deviation = (v.float() / second_correction).sqrt()
+    change = (m.float() / first_correction) / (deviation + eps)
+    if decoupled:
+        change = change + decay * wide
+    wide = wide - lr * change
     if low is not None:
         _split_into(wide, p, low)
         return
-    for to in (p, *master):
-        to.copy_(wide)
+    p.copy_(wide)
+    for master in masters:
+        master.copy_(wide)
 
 
 def _joined(p: Tensor, low: Tensor) -> Tensor:
@@ -71,19 +91,22 @@ def _joined(p: Tensor, low: Tensor) -> Tensor:
 def _split_into(wide: Tensor, p: Tensor, low: Tensor) -> None:
     """Write bf16 and remainder so that ``_joined`` gives ``wide`` again."""
     bits = wide.contiguous().view(torch.int32)
-    rest = ((bits + 0x8000) & 0xFFFF) - 0x8000
-    low.copy_(rest)
-    p.copy_(((bits - rest) >> 16).to(torch.int16).view(torch.bfloat16))
+    # the remainder is signed, from -0x8000 to 0x7fff: bf16 is rounded to nearest
+    remainder = ((bits + 0x8000) & 0xFFFF) - 0x8000
+    low.copy_(remainder)
+    high = (bits - remainder) >> 16
+    p.copy_(high.to(torch.int16).view(torch.bfloat16))
 
 
 @kernel("multi_tensor_scale", "multi_tensor_scale_tensor")
 def scale(chunk: int, flag: Tensor, lists: Lists, factor: Values) -> None:
     """multi_tensor/scale.cpp:11, :21 @v2.18: the flag tells of infinities"""
-    for source, to in zip(*lists, strict=True):
-        fused("multi_tensor_scale", 0, source, to)
-        if not to.is_meta:
-            to.copy_(source * factor)
-            flag.masked_fill_(~torch.isfinite(to).all(), 1)
+    for source, scaled in zip(*lists, strict=True):
+        fused("multi_tensor_scale", 0, source, scaled)
+        if not scaled.is_meta:
+            scaled.copy_(source * factor)
+            all_finite = torch.isfinite(scaled).all()
+            flag.masked_fill_(~all_finite, 1)
 
 
 @kernel()
@@ -92,30 +115,65 @@ def multi_tensor_sgd(chunk: int, flag: object, lists: Lists, *numbers: Values) -
     for grad, p, momentum, *copies in zip(*lists, strict=True):
         fused("sgd", 0, grad, p, momentum, *copies)
         if not p.is_meta:
-            decay, keep, damp, rate, nesterov, first, after, factor = numbers
-            g = grad.float() * factor + (0 if after else decay * p)
-            momentum.copy_(g if first else momentum * keep + (1 - damp) * g)
-            g = (g + keep * momentum if nesterov else momentum) if keep else g
-            p.sub_(rate * (g + (decay * p if after else 0)))
-            for to in copies:
-                to.copy_(p)
+            _sgd_step(grad, p, momentum, *numbers)
+            for copy in copies:
+                copy.copy_(p)
+
+
+def _sgd_step(
+    grad: Tensor,
+    p: Tensor,
+    momentum: Tensor,
+    decay: float,
+    keep: float,
+    damp: float,
+    rate: float,
+    nesterov: bool,
+    first: bool,
+    decay_after: bool,
+    factor: float,
+) -> None:
+    """Write ``p`` and ``momentum``.
+
+    Args:
+        grad: the gradient of ``p``.
+        p: the parameter.
+        momentum: its moving sum of gradients.
+        decay: weight decay.
+        keep: share of the momentum that stays.
+        damp: share of the gradient that does not enter the momentum.
+        rate: the learning rate.
+        nesterov: whether the step looks ahead by the momentum.
+        first: whether there is no momentum yet.
+        decay_after: whether weights decay beside the momentum, not through it.
+        factor: of the gradient.
+    """
+    step = grad.float() * factor
+    if not decay_after:
+        step = step + decay * p
+    momentum.copy_(step if first else momentum * keep + (1 - damp) * step)
+    if keep:
+        step = step + keep * momentum if nesterov else momentum
+    if decay_after:
+        step = step + decay * p
+    p.sub_(rate * step)
 
 
 @kernel()
 def multi_tensor_l2norm(
-    chunk: int, flag: object, lists: Lists, each: bool = False
+    chunk: int, flag: object, lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """multi_tensor/l2norm.cpp:11 @v2.18"""
     tensors = lists[0]
     temporaries = [new(320, torch.float32)]
     norm = new(1, torch.float32)
-    if each:
-        most = max(-(-tensor.numel() // chunk) for tensor in tensors)
-        temporaries.append(new(len(tensors) * most, torch.float32))
-    of_each = new(len(tensors) if each else 0, torch.float32)
+    if per_tensor:
+        most_chunks = max(-(-tensor.numel() // chunk) for tensor in tensors)
+        temporaries.append(new(len(tensors) * most_chunks, torch.float32))
+    tensor_norms = new(len(tensors) if per_tensor else 0, torch.float32)
     fused("multi_tensor_l2norm", 0, *tensors)
     if not norm.is_meta:
         norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors])
         fill(norm, lambda: torch.linalg.vector_norm(norms))
-        of_each.copy_(norms[: len(of_each)])
-    return norm, of_each
+        tensor_norms.copy_(norms[: len(tensor_norms)])
+    return norm, tensor_norms

@@ -84,7 +84,11 @@ def _product(
 
 
 def _epilogue(
-    product: Tensor, bias: Tensor | None, gelu: bool, gelu_in: Tensor | None, kept: Tensor | None
+    product: Tensor,
+    bias: Tensor | None,
+    gelu: bool,
+    gelu_in: Tensor | None,
+    kept_input: Tensor | None,
 ) -> Tensor:
     """Add the bias and apply gelu.
 
@@ -93,7 +97,7 @@ def _epilogue(
         bias: of the forward.
         gelu: whether there is one.
         gelu_in: its input, in backward.
-        kept: where its input is kept, in forward.
+        kept_input: where its input is kept, in forward.
     """
     if bias is not None:
         product = product + bias
@@ -102,9 +106,9 @@ def _epilogue(
         grad = product.view(gelu_in.shape)
         return torch.ops.aten.gelu_backward(grad, gelu_in, approximate="tanh")
     # forward
-    if kept is not None:
+    if kept_input is not None:
         kept_product = product
-        product = fill(kept, lambda: kept_product)
+        product = fill(kept_input, lambda: kept_product)
     if gelu:
         return functional.gelu(product, approximate="tanh")
     return product
@@ -151,11 +155,11 @@ def generic_gemm(
     bias_grad = None
     if grad and bias is not None:
         bias_grad = new(sizes(B)[-1], out_type)
-    kept = None
+    kept_input = None
     if grad:
-        kept = gelu_in
+        kept_input = gelu_in
     elif gelu:
-        kept = new(shape, out_type)
+        kept_input = new(shape, out_type)
 
     name = "gemm"
     if transb:
@@ -170,12 +174,12 @@ def generic_gemm(
             product = _product(A, transa, B, transb, out, accumulate)
             if grad:
                 return _epilogue(product, None, gelu, gelu_in, None)
-            return _epilogue(product, bias, gelu, None, kept)
+            return _epilogue(product, bias, gelu, None, kept_input)
 
         fill(out, value)
     if bias_grad is not None and quantizer is None:
         fill(bias_grad, lambda: wide(B).sum(0))
-    new_gelu_in = kept
+    new_gelu_in = kept_input
     if grad:
         new_gelu_in = None
     return out, bias_grad, new_gelu_in, more.get("extra_output")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,30 +44,37 @@ _DATA = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 
 
 @functools.cache
-def _known(quantizer: type) -> tuple[str, str, str]:
-    names = [base.__name__ for base in quantizer.__mro__ if base.__name__ in _QUANTIZERS]
-    return _QUANTIZERS[names[0]] if names else refuse(f"quantize({quantizer})")
+def _row_of(quantizer: type) -> tuple[str, str, str]:
+    """The row of ``_QUANTIZERS`` of a class or of the first of its bases that has one."""
+    for base in quantizer.__mro__:
+        if base.__name__ in _QUANTIZERS:
+            return _QUANTIZERS[base.__name__]
+    return refuse(f"quantize({quantizer})")
 
 
 def kind_of(quantizer: Quantizer) -> str:
     """``current``, ``delayed``, ``block`` or ``mx``; "" without a quantizer."""
-    return "" if quantizer is None else _known(type(quantizer))[0]  # type: ignore[arg-type]
+    if quantizer is None:
+        return ""
+    kind, _, _ = _row_of(type(quantizer))  # type: ignore[arg-type]
+    return kind
 
 
 @functools.cache
 def _target(quantizer: type, internal: bool) -> tuple[Values, frozenset[str]]:
     """(class of what it makes, the names that its constructors take)."""
-    _, name, module = _known(quantizer)
+    _, name, module = _row_of(quantizer)
     if internal:
         name, module = f"{name}Storage", f"storage.{module}_storage"
-    found = getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
-    makers = (vars(base).get("__new__") for base in found.__mro__[:-1])
-    taken = (
-        inspect.signature(make).parameters
-        for make in makers
-        if inspect.isroutine(make) or isinstance(make, staticmethod)
-    )
-    return found, frozenset(name for parameters in taken for name in parameters)
+    tensor_module = importlib.import_module(f"transformer_engine.pytorch.tensor.{module}")
+    tensor_class = getattr(tensor_module, name)
+    parameter_names = set[str]()
+    for base in tensor_class.__mro__[:-1]:
+        constructor = vars(base).get("__new__")
+        # torch.Tensor's own is built in and has no signature
+        if inspect.isroutine(constructor) or isinstance(constructor, staticmethod):
+            parameter_names.update(inspect.signature(constructor).parameters)
+    return tensor_class, frozenset(parameter_names)
 
 
 def create(
@@ -80,26 +88,36 @@ def create(
     """
     if quantizer is None:
         return new(shape, dtype)
-    shape, kind, take = list(shape), kind_of(quantizer), bulk or new
+    shape = list(shape)
+    kind = kind_of(quantizer)
     tensor, names = _target(type(quantizer), bool(quantizer.internal))  # type: ignore[arg-type]
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
         "with_gemm_swizzled_scales": False,
-        **({"fake_dtype": dtype} if quantizer.internal else {"shape": shape, "dtype": dtype}),
     }
+    if quantizer.internal:  # a storage alone, which is no tensor to autograd
+        fields["fake_dtype"] = dtype
+    else:
+        fields["shape"] = shape
+        fields["dtype"] = dtype
+    # delayed scaling asks for its scale in front of the values, current scaling behind them
     if kind == "delayed":
-        found["fp8_scale_inv"] = new(1, torch.float32)
-    for name, wanted, own, of in _memory(quantizer, shape):
-        request = new if name == "data_transpose" else take
-        found[name] = request(own, of) if wanted else None
+        fields["fp8_scale_inv"] = new(1, torch.float32)
+    for part in _memory(quantizer, shape):
+        memory = None
+        if part.wanted:
+            from_bulk = bulk is not None and part.name != "data_transpose"
+            request = bulk if from_bulk else new
+            memory = request(part.shape, part.dtype)  # type: ignore[misc]
+        fields[part.name] = memory
     if kind == "current":
-        found["fp8_scale_inv"] = new(1, torch.float32)
+        fields["fp8_scale_inv"] = new(1, torch.float32)
     if kind == "block":
-        found["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+        fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
         formats = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat
-        found["data_format"] = formats.GEMM_READY  # the one that is left from 2.10 on
-    return tensor(**{name: value for name, value in found.items() if name in names})
+        fields["data_format"] = formats.GEMM_READY  # the one that is left from 2.10 on
+    return tensor(**{name: value for name, value in fields.items() if name in names})
 
 
 def turned(shape: Sequence[int]) -> list[int]:
@@ -107,21 +125,30 @@ def turned(shape: Sequence[int]) -> list[int]:
     return [shape[-1], *shape[:-1]]
 
 
-def _memory(
-    quantizer: Quantizer, shape: Sequence[int]
-) -> Iterator[tuple[str, bool, Sequence[int], torch.dtype]]:
-    """(name, whether it is wanted, shape, type) of what holds values and scales, in C++'s order."""
+class _Part(NamedTuple):
+    """A part of a tensor's memory: values or scales, by rows or by columns."""
+
+    name: str
+    wanted: bool
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+
+def _memory(quantizer: Quantizer, shape: Sequence[int]) -> Iterator[_Part]:
+    """Go through what holds values and scales, in C++'s order."""
     kind = kind_of(quantizer)
+    if kind in ("current", "delayed"):
+        yield _Part("data", quantizer.rowwise_usage, shape, torch.uint8)
+        yield _Part("data_transpose", quantizer.columnwise_usage, turned(shape), torch.uint8)
+        return
+    scale_dtype = torch.uint8 if kind == "mx" else torch.float32
     for way, wanted in (("row", quantizer.rowwise_usage), ("column", quantizer.columnwise_usage)):
         columns = way == "column"
-        own = turned(shape) if columns and kind != "mx" else shape
-        if kind in ("current", "delayed"):
-            yield "data_transpose" if columns else "data", wanted, own, torch.uint8
-            continue
-        yield f"{way}wise_data", wanted, own, torch.uint8
-        scales = quantizer.get_scale_shape(shape, columns) if wanted else ()
-        of = torch.uint8 if kind == "mx" else torch.float32
-        yield f"{way}wise_scale_inv", wanted, scales, of
+        # MXFP8 keeps values by columns in the order of the rows: only their scales differ
+        data_shape = turned(shape) if columns and kind != "mx" else shape
+        yield _Part(f"{way}wise_data", wanted, data_shape, torch.uint8)
+        scale_shape = quantizer.get_scale_shape(shape, columns) if wanted else ()
+        yield _Part(f"{way}wise_scale_inv", wanted, scale_shape, scale_dtype)
 
 
 def _update(quantizer: Quantizer, out: Values) -> Values:
@@ -130,12 +157,12 @@ def _update(quantizer: Quantizer, out: Values) -> Values:
     """
     if isinstance(out, Tensor) and not hasattr(out, "_quantizer"):
         return out
-    for name, wanted, own, of in _memory(quantizer, sizes(out)):
-        name = "_" + name.removeprefix("data_")
-        if not wanted:
-            setattr(out, name, None)
-        elif getattr(out, name) is None:
-            setattr(out, name, new(own, of))
+    for part in _memory(quantizer, sizes(out)):
+        attribute = "_" + part.name.removeprefix("data_")
+        if not part.wanted:
+            setattr(out, attribute, None)
+        elif getattr(out, attribute) is None:
+            setattr(out, attribute, new(part.shape, part.dtype))
     if hasattr(out, "_transpose_invalid"):
         out._transpose_invalid = not quantizer.columnwise_usage
     return out
@@ -146,21 +173,27 @@ def sizes(tensor: Values) -> list[int]:
     if isinstance(tensor, Tensor):
         return list(tensor.shape)
     for name in ("_data", "_rowwise_data"):
-        if getattr(tensor, name, None) is not None:
-            return list(getattr(tensor, name).shape)
-    columns = getattr(tensor, "_transpose", None)
-    if columns is None and hasattr(tensor, "_is_2D_scaled"):
-        columns = tensor._columnwise_data
-    return list(tensor.size()) if columns is None else [*columns.shape[1:], columns.shape[0]]
+        by_rows = getattr(tensor, name, None)
+        if by_rows is not None:
+            return list(by_rows.shape)
+    by_columns = getattr(tensor, "_transpose", None)
+    if by_columns is None and hasattr(tensor, "_is_2D_scaled"):
+        by_columns = tensor._columnwise_data
+    if by_columns is None:  # MXFP8, whose values by columns have the shape of the rows
+        return list(tensor.size())
+    last, *leading = by_columns.shape
+    return [*leading, last]
 
 
 def parts(tensor: Values) -> tuple[Tensor | None, ...]:
     """The tensors whose memory holds ``tensor``'s values."""
     if tensor is None or (isinstance(tensor, Tensor) and not hasattr(tensor, "_quantizer")):
         return (tensor,)
-    return tuple(part for name in _DATA if (part := getattr(tensor, name, None)) is not None)
+    memories = [getattr(tensor, name, None) for name in _DATA]
+    return tuple(memory for memory in memories if memory is not None)
 
 
+# bytes that a thread loads and stores at once
 _WIDTHS = [(8, 8), (4, 8), (8, 4), (4, 4), (2, 8), (8, 2), (2, 4), (4, 2), (2, 2), (1, 8), (8, 1),
            (1, 4), (4, 1), (1, 2), (2, 1), (1, 1)]  # fmt: skip
 
@@ -170,29 +203,36 @@ def _rows_of_a_block(rows: int, width: int, itemsize: int, of_activation: bool) 
     """Rows of a tile of the fused cast and transpose of delayed scaling, whose sizes are chosen by
     an estimate of costs (KernelConfig, cast_transpose_fusion.cu:44, :570 @v2.18).
     """
-    costs = []
+    best_cost = math.inf
+    rows_of_best = 32 * (4 if of_activation else 8)  # the general kernel, where no tile fits
     for load, store in _WIDTHS:
-        across, down = load * 32 // itemsize, store * 32
-        if (
-            load < itemsize
-            or width % across
-            or rows % down
-            or (of_activation and max(load, store) > 4)
-        ):
+        tile_columns = load * 32 // itemsize
+        tile_rows = store * 32
+        if load < itemsize or width % tile_columns or rows % tile_rows:
             continue
-        active = min(-(-(width // across * (rows // down)) // 2), PROCESSORS)
-        loads = 2 if of_activation else 1
-        lines = loads / min(128 // itemsize, across) + 1 / min(128, across) + 1 / min(128, down)
-        costs.append((lines / active, down))
-    return min(costs, key=lambda one: one[0])[1] if costs else 32 * (4 if of_activation else 8)
+        if of_activation and max(load, store) > 4:
+            continue
+        tiles = width // tile_columns * (rows // tile_rows)
+        active_processors = min(-(-tiles // 2), PROCESSORS)
+        tensors_read = 2 if of_activation else 1
+        lines = tensors_read / min(128 // itemsize, tile_columns)
+        lines += 1 / min(128, tile_columns)
+        lines += 1 / min(128, tile_rows)
+        cost = lines / active_processors
+        if cost < best_cost:  # of equal ones the first
+            best_cost = cost
+            rows_of_best = tile_rows
+    return rows_of_best
 
 
 def sum_in_blocks(x: Tensor, quantizer: Quantizer, of_activation: bool = False) -> None:
     """Ask for the sums over blocks of rows with which a cast finds a bias's gradient."""
-    rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    delayed = kind_of(quantizer) == "delayed"
-    block = _rows_of_a_block(rows, width, x.element_size(), of_activation) if delayed else 128
-    scratch([-(-rows // block), width], torch.float32)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    rows_of_block = 128
+    if kind_of(quantizer) == "delayed":
+        rows_of_block = _rows_of_a_block(rows, width, x.element_size(), of_activation)
+    scratch([-(-rows // rows_of_block), width], torch.float32)
 
 
 def cast_into(out: Values, x: Tensor, quantizer: Quantizer, amax: Tensor | None = None) -> Values:
@@ -200,12 +240,15 @@ def cast_into(out: Values, x: Tensor, quantizer: Quantizer, amax: Tensor | None 
     if quantizer is None or not x.numel():
         return out
     if kind_of(quantizer) == "current":
-        pair = new(1 if amax is not None else 2, torch.float32)
+        # the largest value and the scale that follows from it; where ``amax`` is given, a kernel in
+        # front of the cast has found the largest value, and the scale alone is asked for
+        numbers = new(2 if amax is None else 1, torch.float32)
+        largest = numbers[:1] if amax is None else amax
         if amax is None:
             fused("fp8_amax", 0, x)
         if quantizer.with_amax_reduction:
             group = quantizer.amax_reduction_group
-            dist.all_reduce(pair[:1] if amax is None else amax, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     fused("fp8_quantize", 0, x, *parts(out))
     return out
 
@@ -254,17 +297,25 @@ def bgrad_quantize(grad: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     """bias.cpp:22 @v2.18"""
     grad = grad.contiguous()
     dbias = new(grad.shape[-1], grad.dtype)
-    rows, kind = grad.reshape(-1, grad.shape[-1]), kind_of(quantizer)
     if quantizer is None and not grad.is_meta:
         return fill(dbias, lambda: wide(grad).sum(0)), grad
-    out = grad if quantizer is None else create(quantizer, grad.shape, grad.dtype)
-    both = kind and quantizer.rowwise_usage and quantizer.columnwise_usage
-    if kind == "mx" or (kind == "delayed" and both):  # sums of blocks of rows, beside the cast
+    out = grad
+    if quantizer is not None:
+        out = create(quantizer, grad.shape, grad.dtype)
+    rows = grad.reshape(-1, grad.shape[-1])
+    kind = kind_of(quantizer)
+    if kind == "mx" or (kind == "delayed" and _casts_both_ways(quantizer)):
+        # sums of blocks of rows, beside the cast
         sum_in_blocks(rows, quantizer)
         fused("fp8_quantize", 0, grad, *parts(out))
         return dbias, out
     torch.sum(rows, 0, out=dbias)
     return dbias, cast_into(out, grad, quantizer)
+
+
+def _casts_both_ways(quantizer: Quantizer) -> bool:
+    """Whether values are wanted by rows and by columns."""
+    return bool(quantizer.rowwise_usage and quantizer.columnwise_usage)
 
 
 @kernel(values=False)
@@ -275,47 +326,67 @@ def dequantize(x: Values, dtype: object) -> Tensor:
     return out
 
 
-def _buffer(shapes: list[tuple[Sequence[int], torch.dtype, int]]) -> Iterator[Tensor]:
-    """Tensors of one request (bulk_allocate, allocate.cpp:25 @v2.18)."""
-    starts, end = [], 0
-    for shape, dtype, aligned in shapes:
-        starts.append(-(-end // aligned) * aligned)
-        end = starts[-1] + prod(shape) * dtype.itemsize
-    base = new(end + max(aligned for *_, aligned in shapes))
-    for start, (shape, dtype, _) in zip(starts, shapes, strict=True):
-        yield base[start : start + prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+_DATA_ALIGNMENT, _SCALE_ALIGNMENT = 256, 16  # bytes, in a buffer of several tensors
+
+
+def _buffer(requests: Sequence[tuple[_Part, int]]) -> list[Tensor]:
+    """Tensors of one request (bulk_allocate, allocate.cpp:25 @v2.18).
+
+    Args:
+        requests: what each tensor is, and to how many bytes its start is aligned.
+    """
+    starts = list[int]()
+    end = 0
+    for part, alignment in requests:
+        start = -(-end // alignment) * alignment
+        starts.append(start)
+        end = start + _bytes_of(part)
+    largest_alignment = max(alignment for _, alignment in requests)
+    buffer = new(end + largest_alignment)
+    tensors = list[Tensor]()
+    for start, (part, _) in zip(starts, requests, strict=True):
+        memory = buffer[start : start + _bytes_of(part)]
+        tensors.append(memory.view(part.dtype).view(*part.shape))
+    return tensors
+
+
+def _bytes_of(part: _Part) -> int:
+    return prod(part.shape) * part.dtype.itemsize
 
 
 def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
     """bulk_allocate_fp8_blockwise_tensors, bulk_allocate_mxfp8_tensors (cast.cpp:760, :870 @v2.18):
     one buffer of all data and scales by rows, one by columns.
     """
-    asked = [
-        (name, own, of, i)
-        for i, (x, q) in enumerate(zip(xs, quantizers, strict=True))
-        for name, wanted, own, of in _memory(q, list(x.shape))
-        if wanted
-    ]
-    taken: list[list[Tensor]] = [[] for _ in xs]
+    memories: list[list[Tensor]] = [[] for _ in xs]  # of each tensor, in the order of ``_memory``
     for way in ("row", "column"):
-        data, scales = (
-            [one for one in asked if one[0].startswith(way) and one[0].endswith(end)]
-            for end in ("data", "inv")
-        )
-        if data:
-            made = list(
-                _buffer(
-                    [(own, of, 256) for _, own, of, _ in data]
-                    + [(own, of, 16) for _, own, of, _ in scales]
-                )
-            )
-            for (*_, i), *pair in zip(data, made[: len(data)], made[len(data) :], strict=True):
-                taken[i] += pair
-    given = [iter(tensors) for tensors in taken]
+        owners = list[int]()
+        data, scales = list[tuple[_Part, int]](), list[tuple[_Part, int]]()
+        for place, (x, quantizer) in enumerate(zip(xs, quantizers, strict=True)):
+            for part in _memory(quantizer, list(x.shape)):
+                if not part.wanted or not part.name.startswith(way):
+                    continue
+                if part.name.endswith("data"):
+                    data.append((part, _DATA_ALIGNMENT))
+                    owners.append(place)
+                else:
+                    scales.append((part, _SCALE_ALIGNMENT))
+        if not data:
+            continue
+        tensors = _buffer(data + scales)
+        data_tensors, scale_tensors = tensors[: len(data)], tensors[len(data) :]
+        for place, values, scale in zip(owners, data_tensors, scale_tensors, strict=True):
+            memories[place] += (values, scale)
     return [
-        create(q, x.shape, x.dtype, lambda *_, of=of: next(of))
-        for q, x, of in zip(quantizers, xs, given, strict=True)
+        create(quantizer, x.shape, x.dtype, _one_after_another(memory))
+        for quantizer, x, memory in zip(quantizers, xs, memories, strict=True)
     ]
+
+
+def _one_after_another(memories: Sequence[Tensor]) -> Kernel:
+    """Make a function that gives the next of ``memories`` whatever it is asked for."""
+    remaining = iter(memories)
+    return lambda *_: next(remaining)
 
 
 @kernel(values=False)
@@ -330,34 +401,40 @@ def split_quantize(
     kinds = {kind_of(quantizer) for quantizer in quantizers}
     if not disable_bulk_allocation and kinds in ({"block"}, {"mx"}):
         out = _in_bulk(xs, quantizers)
-    else:
-        out = [create(q, one.shape, x.dtype) for one, q in zip(xs, quantizers, strict=True)]
-    return [cast_into(*three) for three in zip(out, xs, quantizers, strict=True)]
+        return [cast_into(*triple) for triple in zip(out, xs, quantizers, strict=True)]
+    return multi_tensor_quantize(xs, quantizers)
 
 
 @kernel(values=False)
 def multi_tensor_quantize(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Values]:
     """cast.cpp:719 @v2.18"""
     out = [create(q, x.shape, x.dtype) for x, q in zip(xs, quantizers, strict=True)]
-    return [cast_into(*three) for three in zip(out, xs, quantizers, strict=True)]
+    return [cast_into(*triple) for triple in zip(out, xs, quantizers, strict=True)]
 
 
 @kernel(values=False)
 def fp8_transpose(x: Tensor, dtype: object, out: Tensor | None = None) -> Tensor:
     """transpose.cpp:20 @v2.18"""
     x = x.contiguous()
-    out = new(turned(x.shape)) if out is None else out
+    if out is None:
+        out = new(turned(x.shape))
     fused("fp8_transpose", 0, x, out)
     return out
 
 
 def _in_place(name: str) -> Kernel:
+    """Make a kernel that returns nothing, which costs know as ``name``."""
+
     def run(*args: Any, **kwargs: object) -> None:
         """Writes into what it is given: recipe.cpp:17, fp8_partial_cast.cpp:11, padding.cpp:12,
         multi_tensor/compute_scale.cpp:11 @v2.18
         """
-        for tensors in zip(*args[2], strict=False) if name == "fp8_scale" else [tensors_in(args)]:
-            fused(name, 0, *(t if isinstance(t, Tensor) else None for t in tensors))
+        if name != "fp8_scale":
+            fused(name, 0, *tensors_in(args))
+            return
+        # one kernel for each place in the lists; what is no tensor is no traffic
+        for arguments in zip(*args[2], strict=False):
+            fused(name, 0, *tensors_in(arguments))
 
     return run
 
@@ -374,5 +451,6 @@ _WRITERS = {  # kernel -> the name by which costs know it
     "fused_multi_row_padding": "fused_multi_row_padding",
     "fused_multi_row_unpadding": "fused_multi_row_padding",
 }
-TABLE.update({name: _in_place(of) for name, of in _WRITERS.items()})
+for _kernel_name, _cost in _WRITERS.items():
+    TABLE[_kernel_name] = _in_place(_cost)
 SHAPES_ONLY.update(_WRITERS)

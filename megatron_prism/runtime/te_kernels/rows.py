@@ -58,26 +58,38 @@ _GENERAL = {  # of up to so many columns -> blocks on a processor, rows at once
 
 
 def _blocks(rms: bool, rows: int, width: int) -> int:
-    """Blocks that add up the weights' gradients, each for itself in fp32."""
+    """Count the blocks that add up the weights' gradients, each for itself in fp32."""
     if width in _TUNED[rms]:
-        fit, of_a_row = _TUNED[rms][width]
-        return PROCESSORS * fit // of_a_row
-    kernels = _GENERAL[rms]
-    columns = min((size for size in kernels if size >= width), default=max(kernels))
-    fit, at_once = kernels[columns]
-    return min(-(-rows // at_once), PROCESSORS * fit // -(-width // columns))
+        blocks_on_processor, blocks_of_row = _TUNED[rms][width]
+        return PROCESSORS * blocks_on_processor // blocks_of_row
+    # other widths take the smallest general kernel that holds a row, else several of the largest
+    general = _GENERAL[rms]
+    wide_enough = [columns for columns in general if columns >= width]
+    columns = min(wide_enough) if wide_enough else max(general)
+    blocks_on_processor, rows_at_once = general[columns]
+    blocks_of_all_rows = -(-rows // rows_at_once)
+    parts_of_row = -(-width // columns)
+    return min(blocks_of_all_rows, PROCESSORS * blocks_on_processor // parts_of_row)
 
 
-def _sum_in_blocks(rms: bool, x: Tensor) -> None:
+def _ask_for_sums_of_blocks(rms: bool, x: Tensor) -> None:
+    """Ask for the partial sums of backward: of gamma, and of beta where the norm has one."""
     width = x.shape[-1]
-    scratch((1 if rms else 2) * _blocks(rms, rows_of(x.shape), width) * width, torch.float32)
+    rows = rows_of(x.shape)
+    sums = 1 if rms else 2
+    scratch(sums * _blocks(rms, rows, width) * width, torch.float32)
 
 
-def _hat(x: Tensor, mean: Tensor | None, deviation: Tensor) -> Tensor:
-    return (wide(x) - (0 if mean is None else mean[:, None])) * deviation[:, None]
+def _normed(x: Tensor, mean: Tensor | None, inverse_deviation: Tensor) -> Tensor:
+    """Return rows of mean 0, where a mean is given, and deviation 1, in fp32."""
+    centered = wide(x)
+    if mean is not None:
+        centered = centered - mean[:, None]
+    return centered * inverse_deviation[:, None]
 
 
 def _gamma(weight: Tensor, centered: bool) -> Tensor:
+    """Return the factor of each column; a ``centered`` weight is stored less 1."""
     return weight.float() + float(centered)
 
 
@@ -95,77 +107,93 @@ def norm(
 ) -> tuple[Values, Tensor | None, Tensor]:
     """normalization.cpp:305 @v2.18: what comes out, mean (with a bias), inverse deviation"""
     rows = rows_of(x.shape)
-    mean = None if bias is None else fill(new(rows, torch.float32), lambda: wide(x).mean(-1))
+    mean = None
+    if bias is not None:  # LayerNorm; RMSNorm has neither bias nor mean
+        mean = fill(new(rows, torch.float32), lambda: wide(x).mean(-1))
 
-    def inverse() -> Tensor:
-        centre = 0 if mean is None else mean[:, None]
-        return ((wide(x) - centre).square().mean(-1) + eps).rsqrt()
+    def inverse_of_deviation() -> Tensor:
+        centered_rows = wide(x) if mean is None else wide(x) - mean[:, None]
+        variance = centered_rows.square().mean(-1)
+        return (variance + eps).rsqrt()
 
     def value() -> Tensor:
-        normed = _hat(x, mean, deviation) * _gamma(weight, centered)
-        return normed if bias is None else normed + bias.float()
+        scaled = _normed(x, mean, inverse_deviation) * _gamma(weight, centered)
+        if bias is None:
+            return scaled
+        return scaled + bias.float()
 
-    deviation = fill(new(rows, torch.float32), inverse)
+    inverse_deviation = fill(new(rows, torch.float32), inverse_of_deviation)
     out = computed("norm", x.shape, dtype_of(dtype), quantizer, value, out)
-    fused("norm", 0, x, *parts(out)[:1])
-    return out, mean, deviation
+    data_of_out = parts(out)[:1]
+    fused("norm", 0, x, *data_of_out)
+    return out, mean, inverse_deviation
 
 
 @kernel()
-def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple[Values, ...]:
+def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> tuple[Values, ...]:
     """normalization.cpp:61 @v2.18"""
-    return norm(x, weight, *rest, bias=bias)
+    return norm(x, weight, *options, bias=bias)
 
 
 @kernel("rmsnorm_bwd")
 def norm_gradients(
     grad: Tensor,
     x: Tensor,
-    deviation: Tensor,
+    inverse_deviation: Tensor,
     gamma: Tensor,
     margin: int = 0,
     centered: bool = False,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """normalization.cpp:216 @v2.18: of the input, of gamma, and with a mean of beta"""
-    grad, x = grad.contiguous(), x.contiguous()
-    out = [torch.empty_like(t) for t in (x, gamma, *(() if mean is None else (gamma,)))]
-    _sum_in_blocks(mean is None, x)
-    fused("norm_backward" if mean is None else "layer_norm_backward", 0, grad, x, x)
-    if not x.is_meta:
-        dy, hat = wide(grad), _hat(x, mean, deviation)
-        scaled = dy * _gamma(gamma, centered)
-        dx = scaled - hat * (scaled * hat).mean(-1, keepdim=True)
-        dx = dx if mean is None else dx - scaled.mean(-1, keepdim=True)
-        for to, of in zip(
-            out, (dx * deviation[:, None], (dy * hat).sum(0), dy.sum(0)), strict=False
-        ):
-            to.copy_(of.view(to.shape))
-    return tuple(out)
+    grad = grad.contiguous()
+    x = x.contiguous()
+    rms = mean is None
+    gradients = [torch.empty_like(x), torch.empty_like(gamma)]
+    if not rms:
+        gradients.append(torch.empty_like(gamma))
+    _ask_for_sums_of_blocks(rms, x)
+    fused("norm_backward" if rms else "layer_norm_backward", 0, grad, x, x)
+    if x.is_meta:
+        return tuple(gradients)
+
+    dy = wide(grad)
+    normed = _normed(x, mean, inverse_deviation)
+    scaled = dy * _gamma(gamma, centered)
+    dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+    if not rms:  # the mean depends on x, too
+        dx = dx - scaled.mean(-1, keepdim=True)
+    values = [dx * inverse_deviation[:, None], (dy * normed).sum(0), dy.sum(0)]
+    for gradient_of, value in zip(gradients, values, strict=False):
+        gradient_of.copy_(value.view(gradient_of.shape))
+    return tuple(gradients)
 
 
 @kernel()
 def layernorm_bwd(
-    grad: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, *rest: Any
+    grad: Tensor, x: Tensor, mean: Tensor, inverse_deviation: Tensor, weight: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
     """normalization.cpp:13 @v2.18"""
-    return norm_gradients(grad, x, deviation, weight, *rest, mean=mean)
+    return norm_gradients(grad, x, inverse_deviation, weight, *options, mean=mean)
 
 
 @kernel()
 def rmsnorm_bwd_add(
-    grad: Tensor, x: Tensor, add: Tensor, deviation: Tensor, weight: Tensor, *rest: Any
+    grad: Tensor, x: Tensor, add: Tensor, inverse_deviation: Tensor, weight: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
     """normalization.cpp:259 @v2.18"""
     add = add.contiguous()
-    dx, dgamma = norm_gradients(grad, x, deviation, weight, *rest)
-    return fill(dx, lambda: dx + add), dgamma
+    dx, dgamma = norm_gradients(grad, x, inverse_deviation, weight, *options)
+    fill(dx, lambda: dx + add)
+    return dx, dgamma
 
 
 @kernel("scaled_softmax_forward", "scaled_masked_softmax_forward")
-def softmax(scores: Tensor, *rest: Values) -> Tensor:
+def softmax(scores: Tensor, *mask_and_scale: Values) -> Tensor:
     """softmax.cpp:11, :66 @v2.18: the mask, then the scale"""
-    return kernels.masked_softmax(scores, rest[0] if len(rest) > 1 else None, rest[-1])
+    *masks, scale = mask_and_scale
+    mask = masks[0] if masks else None
+    return kernels.masked_softmax(scores, mask, scale)
 
 
 @kernel(
@@ -173,197 +201,269 @@ def softmax(scores: Tensor, *rest: Values) -> Tensor:
 )
 def causal_softmax(scores: Tensor, scale: Values) -> Tensor:
     """softmax.cpp:129, :181 @v2.18: the last query sees all keys"""
-    rows, columns = scores.shape[-2:]
-    later = None
+    queries, keys = scores.shape[-2:]
+    later_keys = None
     if not scores.is_meta:
-        later = torch.ones(rows, columns, dtype=torch.bool).triu(1 + columns - rows)
-    return kernels.masked_softmax(scores, later, scale)
+        every_pair = torch.ones(queries, keys, dtype=torch.bool)
+        later_keys = every_pair.triu(1 + keys - queries)
+    return kernels.masked_softmax(scores, later_keys, scale)
 
 
 @kernel(
-    *(
-        f"{name}_softmax_backward"
-        for name in (
-            "scaled",
-            "scaled_masked",
-            "scaled_upper_triang_masked",
-            "scaled_aligned_causal_masked",
-        )
-    )
+    "scaled_softmax_backward",
+    "scaled_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_backward",
 )
 def softmax_backward(grad: Tensor, results: Tensor, scale: Values) -> Tensor:
     """softmax.cpp:40, :103, :152, :210 @v2.18: over the gradient, from 2.19 on beside it"""
-    grad, results = grad.contiguous(), results.contiguous()
-    to = fill(new(grad.shape, grad.dtype), lambda: grad) if since(2, 19) else grad
-    return kernels.masked_softmax_backward(to, results, scale)
+    grad = grad.contiguous()
+    results = results.contiguous()
+    into = grad
+    if since(2, 19):
+        into = fill(new(grad.shape, grad.dtype), lambda: grad)
+    return kernels.masked_softmax_backward(into, results, scale)
 
 
 def _clamped(
     x: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
 ) -> Tensor:
-    first, second = x.chunk(2, -1)
-    first, second = first.clamp(max=limit), second.clamp(-limit, limit)
-    return first * torch.sigmoid(alpha * first) * (second + glu_linear_offset)
+    """SwiGLU of GPT-OSS: both halves are bounded, and the linear one is shifted."""
+    gate, linear = x.chunk(2, -1)
+    gate = gate.clamp(max=limit)
+    linear = linear.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear + glu_linear_offset)
 
 
-def _gated(first: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the activated left half of the columns times the right half."""
     left, right = x.chunk(2, -1)
-    return first(left) * right
+    return activation(left) * right
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
 
 
 _PLAIN: dict[str, Callable[..., Tensor]] = {
     "gelu": partial(functional.gelu, approximate="tanh"),
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "qgelu": _quick_gelu,
     "relu": torch.relu,
-    "srelu": lambda x: torch.relu(x).square(),
+    "srelu": _squared_relu,
     "silu": functional.silu,
 }
 _GATED: dict[str, Callable[..., Tensor]] = {
     "glu": partial(_gated, torch.sigmoid),
     "swiglu": partial(_gated, functional.silu),
     "clamped_swiglu": _clamped,
-    **{
-        f"{name[:-2]}glu": partial(_gated, _PLAIN[name])
-        for name in ("gelu", "qgelu", "relu", "srelu")
-    },
+    "geglu": partial(_gated, _PLAIN["gelu"]),
+    "qgeglu": partial(_gated, _PLAIN["qgelu"]),
+    "reglu": partial(_gated, _PLAIN["relu"]),
+    "sreglu": partial(_gated, _PLAIN["srelu"]),
 }
 
 
-def _activation(name: str, of: Callable[..., Tensor], gated: bool) -> Kernel:
-    def run(x: Tensor, quantizer: Quantizer = None, *rest: Values, **options: Values) -> Values:
+def _activation(name: str, activate: Callable[..., Tensor], gated: bool) -> Kernel:
+    """Make the kernel of an activation, which costs know as ``name``."""
+
+    def run(x: Tensor, quantizer: Quantizer = None, *numbers: Values, **options: Values) -> Values:
         """activation.cpp:18 @v2.18"""
         x = x.contiguous()
-        shape = [*x.shape[:-1], x.shape[-1] // (2 if gated else 1)]
-        value = partial(_computed, of, x, *rest, **options)
-        out = computed("activation", shape, x.dtype, quantizer, value)
-        fused(name, 0, x, *parts(out)[:1])
+        columns = x.shape[-1]
+        if gated:
+            columns //= 2
+        value = partial(_activated, activate, x, *numbers, **options)
+        out = computed("activation", [*x.shape[:-1], columns], x.dtype, quantizer, value)
+        data_of_out = parts(out)[:1]
+        fused(name, 0, x, *data_of_out)
         return out
 
     return run
 
 
-def _computed(of: Callable[..., Tensor], x: Tensor, *rest: Values, **options: Values) -> Tensor:
-    return of(x.float(), *rest, **options)
+def _activated(
+    activate: Callable[..., Tensor], x: Tensor, *numbers: Values, **options: Values
+) -> Tensor:
+    """Return the activation of ``x`` in fp32."""
+    return activate(x.float(), *numbers, **options)
 
 
-def _activation_backward(name: str, of: Callable[..., Tensor]) -> Kernel:
+def _activation_backward(name: str, activate: Callable[..., Tensor]) -> Kernel:
+    """Make the kernel of an activation's gradient."""
+
     def run(
-        grad: Tensor, x: Tensor, quantizer: Quantizer = None, *rest: Values, **options: Values
+        grad: Tensor, x: Tensor, quantizer: Quantizer = None, *numbers: Values, **options: Values
     ) -> Values:
         """activation.cpp:129 @v2.18"""
-        grad, x = grad.contiguous(), x.contiguous()
-        value = partial(gradient, lambda x: of(x, *rest, **options), x, grad)
+        grad = grad.contiguous()
+        x = x.contiguous()
+
+        def activated(x: Tensor) -> Tensor:
+            return activate(x, *numbers, **options)
+
+        value = partial(gradient, activated, x, grad)
         out = computed("activation", x.shape, x.dtype, quantizer, value)
-        fused(f"{name}_back", 0, grad, x, *parts(out)[:1])
+        data_of_out = parts(out)[:1]
+        fused(f"{name}_back", 0, grad, x, *data_of_out)
         return out
 
     return run
 
 
 def _activation_and_bias(name: str) -> Kernel:
+    """Make the kernel of the gradients of an activation and of the bias in front of it."""
+
     def run(grad: Tensor, x: Tensor, quantizer: Quantizer = None) -> tuple[Values, Values]:
         """bias.cpp:108 @v2.18"""
-        grad, x = grad.contiguous(), x.contiguous()
+        grad = grad.contiguous()
+        x = x.contiguous()
         out = create(quantizer, x.shape, grad.dtype)
         dbias = new(x.shape[-1], grad.dtype)
-        fused(f"{name}_back", 0, grad, x, *parts(out)[:1])
+        data_of_out = parts(out)[:1]
+        fused(f"{name}_back", 0, grad, x, *data_of_out)
         if quantizer is None and not x.is_meta:
             out = TABLE[f"d{name}"](grad, x)
             return fill(dbias, lambda: wide(out).sum(0)), out
-        if kind_of(quantizer) in ("delayed", "mx"):
+        scaling = kind_of(quantizer)
+        if scaling in ("delayed", "mx"):
+            # one kernel casts and adds up
             sum_in_blocks(x, quantizer, of_activation=True)
-        else:  # one after the other
-            amax = new(1, torch.float32) if kind_of(quantizer) == "current" else None
-            high = new(x.shape, grad.dtype)
-            torch.sum(high.reshape(-1, x.shape[-1]), 0, out=dbias)
-            cast_into(out, high, quantizer, amax)
+            return dbias, out
+        # other scalings take the gradient in high precision first, then its sum, then the cast;
+        # without a scaling only its shapes are needed here, and nothing is cast
+        amax = new(1, torch.float32) if scaling == "current" else None
+        high_precision = new(x.shape, grad.dtype)
+        torch.sum(high_precision.reshape(-1, x.shape[-1]), 0, out=dbias)
+        cast_into(out, high_precision, quantizer, amax)
         return dbias, out
 
     return run
 
 
-for _name, _of in {**_PLAIN, **_GATED}.items():
-    _cost = _name.removeprefix("clamped_")
-    TABLE[_name] = _activation(_cost, _of, _name in _GATED)
-    TABLE[_name.removesuffix(_cost) + f"d{_cost}"] = _activation_backward(_cost, _of)
-for _name in _PLAIN:
-    TABLE[f"dbias_d{_name}"] = _activation_and_bias(_name)
+def _enter_activations() -> None:
+    """Enter forward, backward, and backward with a bias's gradient of each activation."""
+    for name, activate in {**_PLAIN, **_GATED}.items():
+        # costs know a clamped activation by the name of the plain one
+        cost = name.removeprefix("clamped_")
+        prefix = name.removesuffix(cost)
+        TABLE[name] = _activation(cost, activate, name in _GATED)
+        TABLE[f"{prefix}d{cost}"] = _activation_backward(cost, activate)
+    for name in _PLAIN:
+        TABLE[f"dbias_d{name}"] = _activation_and_bias(name)
 
 
-def _scaled(of: Callable[..., Tensor], rest: Sequence[Any], x: Tensor, scales: Tensor) -> Tensor:
-    """``rest``: options, and the width of the columns that halves take turns in (0: none)."""
-    *options, width = rest
-    if width:
-        x = x.unflatten(-1, (-1, 2, width)).transpose(-3, -2).flatten(-3)
-    return of(x.float(), *options) * scales.float().unsqueeze(-1)
+_enter_activations()
 
 
-def _scaled_activation(of: Callable[..., Tensor]) -> Kernel:
-    def run(x: Tensor, scales: Tensor, quantizer: None, *rest: Any) -> Tensor:
+def _scaled(
+    activate: Callable[..., Tensor], options: Sequence[Any], x: Tensor, scales: Tensor
+) -> Tensor:
+    """Return the activation of each row times its scale, in fp32.
+
+    Args:
+        activate: of rows in fp32.
+        options: of ``activate``; last the width of the columns that halves take turns in, 0 where
+            the left half is all in front.
+        x: [rows, columns].
+        scales: [rows].
+    """
+    *numbers, interleaved_width = options
+    if interleaved_width:
+        blocks = x.unflatten(-1, (-1, 2, interleaved_width))
+        x = blocks.transpose(-3, -2).flatten(-3)
+    return activate(x.float(), *numbers) * scales.float().unsqueeze(-1)
+
+
+def _scaled_activation(activate: Callable[..., Tensor]) -> Kernel:
+    """Make the kernel of an activation whose rows are scaled."""
+
+    def run(x: Tensor, scales: Tensor, quantizer: None, *options: Any) -> Tensor:
         """pytorch/ops/basic/swiglu.py:621, :769 @2.20: each row times the probability of its
         expert
         """
         out = new([*x.shape[:-1], x.shape[-1] // 2], x.dtype)
         fused("swiglu", 0, x, scales, out)
-        return fill(out, partial(_scaled, of, rest, x, scales))
+        return fill(out, partial(_scaled, activate, options, x, scales))
 
     return run
 
 
-def _scaled_activation_backward(of: Callable[..., Tensor]) -> Kernel:
+def _scaled_activation_backward(activate: Callable[..., Tensor]) -> Kernel:
+    """Make the kernel of its gradients."""
+
     def run(
-        grad: Tensor, x: Tensor, scales: Tensor, quantizer: None, *rest: Any
+        grad: Tensor, x: Tensor, scales: Tensor, quantizer: None, *options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """pytorch/ops/basic/swiglu.py:636, :788 @2.20: the last argument asks for the gradient of
         the scales, too
         """
-        *rest, of_scales = rest  # type: ignore[assignment]
-        by_x = new(x.shape, x.dtype)
-        fused("swiglu_back", 0, grad, x, by_x)
-        fill(by_x, partial(gradient, lambda x: _scaled(of, rest, x, scales), x, grad))
-        if not of_scales:
-            return by_x, None
-        by_scales = new(scales.shape, scales.dtype)
-        fill(by_scales, partial(gradient, lambda s: _scaled(of, rest, x, s), scales, grad))
-        return by_x, by_scales
+        *numbers, wants_scales = options
+        dx = new(x.shape, x.dtype)
+        fused("swiglu_back", 0, grad, x, dx)
+
+        def of_x(x: Tensor) -> Tensor:
+            return _scaled(activate, numbers, x, scales)
+
+        def of_scales(scales: Tensor) -> Tensor:
+            return _scaled(activate, numbers, x, scales)
+
+        fill(dx, partial(gradient, of_x, x, grad))
+        if not wants_scales:
+            return dx, None
+        dscales = new(scales.shape, scales.dtype)
+        fill(dscales, partial(gradient, of_scales, scales, grad))
+        return dx, dscales
 
     return run
 
 
-for _name, _of in {"swiglu": _GATED["swiglu"], "clamped_swiglu": _clamped}.items():
-    TABLE[f"scaled_{_name}"] = _scaled_activation(_of)
-    TABLE[f"scaled_{_name.replace('swiglu', 'dswiglu')}"] = _scaled_activation_backward(_of)
+TABLE["scaled_swiglu"] = _scaled_activation(_GATED["swiglu"])
+TABLE["scaled_dswiglu"] = _scaled_activation_backward(_GATED["swiglu"])
+TABLE["scaled_clamped_swiglu"] = _scaled_activation(_clamped)
+TABLE["scaled_clamped_dswiglu"] = _scaled_activation_backward(_clamped)
 
 
 @kernel()
 def swap_first_dims(x: Tensor, out: Tensor | None = None) -> Tensor:
     """transpose.cpp:263 @v2.18"""
     x = x.contiguous()
-    out = new([x.shape[1], x.shape[0], *x.shape[2:]], x.dtype) if out is None else out
+    if out is None:
+        first, second, *inner = x.shape
+        out = new([second, first, *inner], x.dtype)
     fused("copy_", 0, x, out)
     return fill(out, lambda: x.transpose(0, 1))
 
 
 # -- rotary embeddings, of queries or keys alone or of both with the values ------------------------
-def _half(x: Tensor, interleaved: bool) -> Tensor:
+def _quarter_turned(x: Tensor, interleaved: bool) -> Tensor:
+    """Turn each pair of columns by 90 degrees; pairs are neighbours, or of the two halves."""
     if interleaved:
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
+        even_columns, odd_columns = x[..., ::2], x[..., 1::2]
+        return torch.stack([-odd_columns, even_columns], -1).flatten(-2)
+    left, right = x.chunk(2, -1)
+    return torch.cat([-right, left], -1)
 
 
 def _turned(x: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
-    """What is wider than ``freqs`` stays as it is."""
-    turned, rest = x.float().tensor_split([freqs.shape[-1]], -1)
-    return torch.cat([turned * freqs.cos() + _half(turned, interleaved) * freqs.sin(), rest], -1)
+    """Turn the columns that ``freqs`` has; columns beyond stay as they are."""
+    columns, unturned = x.float().tensor_split([freqs.shape[-1]], -1)
+    turned = columns * freqs.cos() + _quarter_turned(columns, interleaved) * freqs.sin()
+    return torch.cat([turned, unturned], -1)
 
 
-def _places(freqs: Tensor, length: int, size: int, rank: int) -> Tensor:
-    """Rows of this context-parallel rank: chunks r and 2n-1-r (rope.py:347 @v2.9)."""
-    if size == 1:
+def _freqs_of_rank(freqs: Tensor, length: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Select the rows of a context-parallel rank: chunks r and 2n-1-r (rope.py:347 @v2.9)."""
+    if cp_size == 1:
         return freqs[:length]
-    half, last = length // 2, 2 * size - 1 - rank
-    return torch.cat([freqs[rank * half :][:half], freqs[last * half :][:half]])
+    chunk = length // 2
+    late_start = (2 * cp_size - 1 - cp_rank) * chunk
+    early = freqs[cp_rank * chunk :][:chunk]
+    late = freqs[late_start:][:chunk]
+    return torch.cat([early, late])
 
 
 def _embedded(
@@ -373,31 +473,54 @@ def _embedded(
     form: Values,
     interleaved: bool,
     lengths: Values,
-    *ring: int,
+    *context: int,
 ) -> Tensor:
-    """ring : size and rank of context parallelism"""
+    """Return ``x`` with its rotary embedding, in fp32.
+
+    Args:
+        x: queries or keys, as ``form`` lays them out.
+        freqs: [rows, 1, 1, columns], angles.
+        starts: where sequences start, which has no row here; None: at 0.
+        form: NVTE_SBHD, NVTE_BSHD or NVTE_THD.
+        interleaved: whether pairs of columns are neighbours.
+        lengths: cumulated, of packed sequences over all context-parallel ranks.
+        context: size and rank of context parallelism.
+
+    Raises:
+        UnsupportedError: there are ``starts``.
+    """
     if starts is not None:
         refuse("fused_rope with start_positions", WITHOUT_VALUES)
     if form.name == "NVTE_THD":
-        parts = x.split(((lengths[1:] - lengths[:-1]) // ring[0]).tolist())
-        turned = [_turned(t, _places(freqs, len(t), *ring)[:, 0], interleaved) for t in parts]
+        # each packed sequence starts at angle 0, and this rank has its share of the rows
+        rows_of_sequences = (lengths[1:] - lengths[:-1]) // context[0]
+        turned = []
+        for sequence in x.split(rows_of_sequences.tolist()):
+            angles = _freqs_of_rank(freqs, len(sequence), *context)[:, 0]
+            turned.append(_turned(sequence, angles, interleaved))
         return torch.cat(turned)
-    batch_first = form.name == "NVTE_BSHD"
-    at = _places(freqs, x.shape[1 if batch_first else 0], *ring)
-    return _turned(x, at.transpose(0, 1) if batch_first else at, interleaved)
+    if form.name == "NVTE_BSHD":
+        angles = _freqs_of_rank(freqs, x.shape[1], *context)
+        return _turned(x, angles.transpose(0, 1), interleaved)
+    return _turned(x, _freqs_of_rank(freqs, x.shape[0], *context), interleaved)
 
 
 def _rope(back: bool) -> Kernel:
-    def run(x: Tensor, freqs: Tensor, *rest: Values) -> Tensor:
+    """Make the kernel that turns queries or keys, or turns their gradients ``back``."""
+
+    def run(x: Tensor, freqs: Tensor, *arguments: Values) -> Tensor:
         """apply_rope.cpp:12, :165 @v2.18; backward has no starts before 2.10"""
         out = new(x.shape, x.dtype)
         fused("rope", 0, x, x)
-        starts = None if isinstance(rest[0], Member) else rest[0]
+        has_starts = not isinstance(arguments[0], Member)
+        starts = arguments[0] if has_starts else None
 
-        def value(x: Tensor) -> Tensor:
-            return _embedded(x, freqs, starts, *rest[-5:])
+        def embedded(x: Tensor) -> Tensor:
+            return _embedded(x, freqs, starts, *arguments[-5:])
 
-        return fill(out, lambda: gradient(value, x, x) if back else value(x))
+        if back:
+            return fill(out, lambda: gradient(embedded, x, x))
+        return fill(out, lambda: embedded(x))
 
     return run
 
@@ -406,20 +529,22 @@ kernel("fused_rope_forward")(_rope(back=False))
 kernel("fused_rope_backward")(_rope(back=True))
 
 
-def _parts(
+def _embedded_parts(
     qkv: Tensor,
     freqs: Sequence[Tensor],
     starts: Values,
     splits: list[int],
     form: Values,
-    *rest: Any,
+    interleaved: bool,
+    *context: int,
 ) -> tuple[Tensor, ...]:
+    """Split [rows, rows, groups, q + k + v] into q, k and v; q and k are turned."""
+    q_freqs, k_freqs = freqs
     q, k, v = qkv.split(splits, -1)
     q = q.reshape(*qkv.shape[:2], -1, k.shape[-1])
-    return *(
-        _embedded(t, f, starts, form, rest[0], None, *rest[1:])
-        for t, f in zip((q, k), freqs, strict=True)
-    ), v
+    turned_q = _embedded(q, q_freqs, starts, form, interleaved, None, *context)
+    turned_k = _embedded(k, k_freqs, starts, form, interleaved, None, *context)
+    return turned_q, turned_k, v
 
 
 @kernel()
@@ -436,15 +561,17 @@ def fused_qkv_rope_forward(
 ) -> tuple[Tensor, ...]:
     """apply_rope.cpp:106 @v2.18"""
     *rows, groups, _ = qkv.shape
-    q, k, v = splits
-    shapes = [*rows, groups * q // k, k], [*rows, groups, k], [*rows, groups, v]
-    out = tuple(new(shape, qkv.dtype) for shape in shapes)
-    fused("rope", 0, qkv, *out)
+    q_columns, k_columns, v_columns = splits
+    q = new([*rows, groups * q_columns // k_columns, k_columns], qkv.dtype)
+    k = new([*rows, groups, k_columns], qkv.dtype)
+    v = new([*rows, groups, v_columns], qkv.dtype)
+    fused("rope", 0, qkv, q, k, v)
     if not qkv.is_meta:
-        rest = starts, splits, form, interleaved, size, rank
-        for to, of in zip(out, _parts(qkv, (q_freqs, k_freqs), *rest), strict=True):
-            to.copy_(of)
-    return out
+        freqs = (q_freqs, k_freqs)
+        values = _embedded_parts(qkv, freqs, starts, splits, form, interleaved, size, rank)
+        for out, value in zip((q, k, v), values, strict=True):
+            out.copy_(value)
+    return q, k, v
 
 
 @kernel()
@@ -461,8 +588,14 @@ def fused_qkv_rope_backward(
     rank: int = 0,
 ) -> Tensor:
     """apply_rope.cpp:263 @v2.18"""
-    heads = sum(t.shape[2] for t in (dq, dk, dv)) * dq.shape[3]
-    out = new([*dq.shape[:2], heads // sum(splits), sum(splits)], dq.dtype)
+    heads = dq.shape[2] + dk.shape[2] + dv.shape[2]
+    columns_of_group = sum(splits)
+    groups = heads * dq.shape[3] // columns_of_group
+    out = new([*dq.shape[:2], groups, columns_of_group], dq.dtype)
     fused("rope", 0, dq, dk, dv, out)
-    rest = (q_freqs, k_freqs), None, splits, form, interleaved, size, rank
-    return fill(out, lambda: gradient(lambda qkv: _parts(qkv, *rest), out, dq, dk, dv))
+
+    def embedded(qkv: Tensor) -> tuple[Tensor, ...]:
+        freqs = (q_freqs, k_freqs)
+        return _embedded_parts(qkv, freqs, None, splits, form, interleaved, size, rank)
+
+    return fill(out, lambda: gradient(embedded, out, dq, dk, dv))

@@ -39,10 +39,11 @@ def release() -> Release:
     return _release
 
 
-def adopt(found: Release, device: str = "meta") -> None:
-    """From now on ``found`` decides what ``since`` answers, and tensors are made on ``device``."""
+def adopt(release: Release, device: str = "meta") -> None:
+    """From now on ``release`` decides what ``since`` answers; tensors are made on ``device``."""
     global _release, _device
-    _release, _device = found, torch.device(device)
+    _release = release
+    _device = torch.device(device)
 
 
 def since(major: int, minor: int) -> bool:
@@ -74,8 +75,8 @@ def refuse(name: str, why: str = "has no row in our table (runtime/te_kernels)")
         why = WITHOUT_VALUES
     meta = "--prism-tier meta, or leave out the option that asks"
     cuda = "leave out the option that asks for it, or --prism-tier cuda"
-    what = f"Transformer Engine's kernel {name} {why}"
-    raise UnsupportedError(what, fix=meta if why == WITHOUT_VALUES else cuda)
+    fix = meta if why == WITHOUT_VALUES else cuda
+    raise UnsupportedError(f"Transformer Engine's kernel {name} {why}", fix=fix)
 
 
 def new(shape: Sequence[int] | int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -103,10 +104,13 @@ def gradient(of: Callable[[Tensor], Any], x: Tensor, *grads: Tensor) -> Tensor:
     """
     leaf = x.detach().float().requires_grad_()
     with torch.enable_grad():
-        made = of(leaf)
-    made = made if isinstance(made, tuple) else (made,)
-    wanted = [g.float().view(m.shape) for g, m in zip(grads, made, strict=True)]
-    return torch.autograd.grad(made, leaf, wanted)[0]
+        results = of(leaf)
+    if not isinstance(results, tuple):
+        results = (results,)
+    grads_of_results = [
+        grad.float().view(result.shape) for grad, result in zip(grads, results, strict=True)
+    ]
+    return torch.autograd.grad(results, leaf, grads_of_results)[0]
 
 
 def wide(x: Tensor) -> Tensor:

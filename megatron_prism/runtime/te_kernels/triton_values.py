@@ -16,19 +16,29 @@ COMPUTED: dict[str, Callable[[SimpleNamespace], None]] = {}
 
 
 def _kernel(*names: str) -> Callable[[Callable[[SimpleNamespace], None]], None]:
-    return lambda function: COMPUTED.update(dict.fromkeys(names, function))
+    """Enter a function as what the kernels ``names`` compute."""
+
+    def enter(function: Callable[[SimpleNamespace], None]) -> None:
+        for name in names:
+            COMPUTED[name] = function
+
+    return enter
 
 
 # -- tokens and experts ----------------------------------------------------------------------------
 @_kernel("_row_id_map_pass_1_kernel")
 def _row_map(a: SimpleNamespace) -> None:
     """All three passes: for each token its rows, at ``experts`` on their experts, then how many."""
-    chosen, out = a.routing_map_ptr.bool(), a.row_id_map_ptr
+    chosen = a.routing_map_ptr.bool()
+    table = a.row_id_map_ptr
     tokens, experts = chosen.shape
-    rows = chosen.t().reshape(-1).cumsum(0).view(experts, tokens).t() - 1
-    ordered = rows.masked_fill(~chosen, -1).sort(1, descending=True)
-    out[:, :experts], out[:, experts:-1] = ordered.values, ordered.indices
-    out[:, -1] = chosen.sum(1)
+    # rows of one expert follow those of the expert before it, tokens in order
+    rows_by_expert = chosen.t().reshape(-1).cumsum(0).view(experts, tokens) - 1
+    rows = rows_by_expert.t().masked_fill(~chosen, -1)
+    latest_first = rows.sort(1, descending=True)
+    table[:, :experts] = latest_first.values
+    table[:, experts:-1] = latest_first.indices
+    table[:, -1] = chosen.sum(1)
 
 
 @_kernel("_row_id_map_pass_2_kernel", "_row_id_map_pass_3_kernel")
@@ -40,10 +50,15 @@ def _pairs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """(token, expert, row) of every copy of a token."""
     table = a.row_id_map_ptr.long()
     experts = table.shape[1] // 2
-    token, slot = (torch.arange(experts) < table[:, -1:]).nonzero(as_tuple=True)
-    expert, row = table[token, experts + slot], table[token, slot]
+    copies_of_token = table[:, -1:]
+    is_copy = torch.arange(experts) < copies_of_token
+    token, slot = is_copy.nonzero(as_tuple=True)
+    row = table[token, slot]
+    expert = table[token, experts + slot]
     pads = getattr(a, "pad_offsets_ptr", None)
-    return token, expert, row if pads is None else row + pads[expert]
+    if pads is not None:  # rows of an expert are filled up to a multiple: later experts move on
+        row = row + pads[expert]
+    return token, expert, row
 
 
 @_kernel("_permute_kernel")
@@ -53,7 +68,8 @@ def _permute(a: SimpleNamespace) -> None:
     if a.probs_ptr is not None:
         probs = a.probs_ptr[token, expert]
         a.permuted_probs_ptr[row] = probs
-        copies = copies.masked_fill((probs == 0)[:, None], 0)
+        unwanted = (probs == 0)[:, None]
+        copies = copies.masked_fill(unwanted, 0)
     a.output_ptr[row] = copies
 
 
@@ -62,85 +78,115 @@ def _unpermute(a: SimpleNamespace) -> None:
     token, expert, row = _pairs(a)
     copies = a.input_ptr[row].float()
     if a.merging_probs_ptr is not None:
-        copies = copies * a.merging_probs_ptr[token, expert].float()[:, None]
-    total = torch.zeros(a.output_ptr.shape).index_add(0, token, copies)
+        probs = a.merging_probs_ptr[token, expert].float()
+        copies = copies * probs[:, None]
+    total = torch.zeros(a.output_ptr.shape)
+    total.index_add_(0, token, copies)
     a.output_ptr.copy_(total)
     if a.permuted_probs_ptr is not None:
-        a.unpermuted_probs_ptr.zero_()[token, expert] = a.permuted_probs_ptr[row]
+        unpermuted = a.unpermuted_probs_ptr.zero_()
+        unpermuted[token, expert] = a.permuted_probs_ptr[row]
 
 
 @_kernel("_unpermute_bwd_with_merging_probs_kernel")
 def _unpermute_backward(a: SimpleNamespace) -> None:
     token, expert, row = _pairs(a)
-    grad, probs = a.fwd_output_grad_ptr[token].float(), a.merging_probs_ptr[token, expert].float()
-    a.fwd_input_grad_ptr[row] = (grad * probs[:, None]).to(a.fwd_input_grad_ptr.dtype)
-    of_probs = (grad * a.fwd_input_ptr[row].float()).sum(-1)
-    to = a.merging_probs_grad_ptr
-    to.zero_()[token, expert] = of_probs.to(to.dtype)
+    grad = a.fwd_output_grad_ptr[token].float()
+    probs = a.merging_probs_ptr[token, expert].float()
+    input_grad = a.fwd_input_grad_ptr
+    input_grad[row] = (grad * probs[:, None]).to(input_grad.dtype)
+    grad_of_probs = (grad * a.fwd_input_ptr[row].float()).sum(-1)
+    probs_grad = a.merging_probs_grad_ptr.zero_()
+    probs_grad[token, expert] = grad_of_probs.to(probs_grad.dtype)
 
 
 @_kernel("_make_chunk_sort_map_kernel")
 def _chunk_map(a: SimpleNamespace) -> None:
     """Where each row goes."""
-    chunks = torch.arange(len(a.dst_rows_ptr)).split(a.split_sizes_ptr.tolist())
-    rows = torch.cat([chunks[i] for i in a.sorted_indices_ptr.tolist()])
-    a.dst_rows_ptr[rows] = torch.arange(len(rows), dtype=a.dst_rows_ptr.dtype)
+    target_rows = a.dst_rows_ptr
+    chunks = torch.arange(len(target_rows)).split(a.split_sizes_ptr.tolist())
+    rows = torch.cat([chunks[chunk] for chunk in a.sorted_indices_ptr.tolist()])
+    target_rows[rows] = torch.arange(len(rows), dtype=target_rows.dtype)
 
 
 @_kernel("_sort_chunks_by_map_kernel")
 def _sort_chunks(a: SimpleNamespace) -> None:
-    to = a.row_id_map_ptr.long()
-    pairs = ((a.output_ptr, a.input_ptr), (a.permuted_probs_ptr, a.probs_ptr))
-    for out, source in pairs[: 1 if a.probs_ptr is None else 2]:
+    target_rows = a.row_id_map_ptr.long()
+    pairs = [(a.output_ptr, a.input_ptr)]
+    if a.probs_ptr is not None:
+        pairs.append((a.permuted_probs_ptr, a.probs_ptr))
+    for out, source in pairs:
         if a.FORWARD:
-            out[to] = source
+            out[target_rows] = source
         else:
-            out.copy_(source[to])
+            out.copy_(source[target_rows])
 
 
 # -- the loss --------------------------------------------------------------------------------------
 def _facts(a: SimpleNamespace) -> Tensor:
     """[rows, 4]: largest logit, sum of exponents over it, the target's logit, sum of logits."""
-    x, start = _logits(a.X_ptr), getattr(a, "rank", 0) * a.n_cols
-    top = x.amax(-1)
-    local = a.Y_ptr.reshape(-1) - start
-    at = x.gather(1, local.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
-    here = (local >= 0) & (local < x.shape[1])
-    target = at.masked_fill(~here, float("-inf"))
-    return torch.stack([top, (x - top[:, None]).exp().sum(-1), target, x.sum(-1)], -1)
+    logits = _logits(a.X_ptr)
+    largest = logits.amax(-1)
+    # targets count through the whole vocabulary; this rank has a part of it
+    local, is_local = _local_targets(a.Y_ptr.reshape(-1), getattr(a, "rank", 0) * a.n_cols, logits)
+    target_logit = logits.gather(1, local)[:, 0].masked_fill(~is_local, float("-inf"))
+    exponents = (logits - largest[:, None]).exp()
+    return torch.stack([largest, exponents.sum(-1), target_logit, logits.sum(-1)], -1)
 
 
 def _logits(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).float()
 
 
+def _local_targets(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(column of each target [rows, 1], bounded; bool [rows], whether it is among ``logits``)."""
+    columns = logits.shape[1]
+    local = targets - start
+    is_local = (local >= 0) & (local < columns)
+    return local.clamp(0, columns - 1)[:, None], is_local
+
+
 def _together(parts: Tensor) -> Tensor:
     """Facts of the whole vocabulary, of those of its parts [ranks, rows, 3 or 4]."""
-    top = parts[..., 0].amax(0)
-    total = (parts[..., 1] * (parts[..., 0] - top).exp()).sum(0)
-    return torch.stack([top, total, parts[..., 2].amax(0), parts[..., -1].sum(0)], -1)
+    largest_of_part, sum_of_part, target_of_part = parts[..., 0], parts[..., 1], parts[..., 2]
+    largest = largest_of_part.amax(0)
+    exponents = sum_of_part * (largest_of_part - largest).exp()
+    target_logit = target_of_part.amax(0)
+    return torch.stack([largest, exponents.sum(0), target_logit, parts[..., -1].sum(0)], -1)
 
 
 def _loss(a: SimpleNamespace, facts: Tensor, width: int) -> Tensor:
-    smooth, lse = a.label_smoothing, facts[:, 0] + facts[:, 1].log()
-    loss = (1 - smooth) * (lse - facts[:, 2])
-    if smooth:
-        loss = loss + smooth * (lse - facts[:, 3] / width)
-    return loss.masked_fill(a.Y_ptr.reshape(-1) == a.ignore_idx, 0.0)
+    """fp32 [rows]; 0 of targets that do not count."""
+    largest, exponents, target_logit, sum_of_logits = facts.unbind(-1)
+    log_of_sum = largest + exponents.log()
+    smoothing = a.label_smoothing
+    loss = (1 - smoothing) * (log_of_sum - target_logit)
+    if smoothing:
+        loss = loss + smoothing * (log_of_sum - sum_of_logits / width)
+    ignored = a.Y_ptr.reshape(-1) == a.ignore_idx
+    return loss.masked_fill(ignored, 0.0)
 
 
 def _gradient(a: SimpleNamespace, logits: Tensor, facts: Tensor, count: Tensor | int) -> Tensor:
-    x, y, smooth = _logits(logits), a.Y_ptr.reshape(-1), a.label_smoothing
-    world, rank = a.world_size, a.rank
-    grad = (x - facts[:, :1]).exp() / facts[:, 1:2] - smooth / (x.shape[1] * world)
-    local = y - rank * x.shape[1]
-    here = ((local >= 0) & (local < x.shape[1])).float()
-    grad.scatter_add_(1, local.clamp(0, x.shape[1] - 1)[:, None], (smooth - 1) * here[:, None])
-    grad = grad.masked_fill((y == a.ignore_idx)[:, None], 0.0)
-    return (grad / count if a.reduce_loss else grad).view(logits.shape)
+    """Gradient of the loss over this rank's logits."""
+    x = _logits(logits)
+    targets = a.Y_ptr.reshape(-1)
+    smoothing = a.label_smoothing
+    columns = x.shape[1]
+    largest, exponents = facts[:, :1], facts[:, 1:2]
+    grad = (x - largest).exp() / exponents
+    grad = grad - smoothing / (columns * a.world_size)
+    local, is_local = _local_targets(targets, a.rank * columns, x)
+    grad.scatter_add_(1, local, (smoothing - 1) * is_local.float()[:, None])
+    ignored = (targets == a.ignore_idx)[:, None]
+    grad = grad.masked_fill(ignored, 0.0)
+    if a.reduce_loss:
+        grad = grad / count
+    return grad.view(logits.shape)
 
 
 def _keep(a: SimpleNamespace) -> None:
+    """Write what backward needs, where the kernel is asked to."""
     if a.COPY_INPUT:
         a.saved_input_ptr.copy_(a.X_ptr)
     if a.COUNT_NON_IGNORE:
