@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.cli import arguments, what_ifs
 from megatron_prism.cli.command import (
     CALIBRATION,
+    LIMIT,
     MACHINE,
     PROGRAMS,
     Command,
@@ -127,9 +128,13 @@ def _answer(decisive: IterationOutcome) -> Answer:
 def _answer_of_run(args: argparse.Namespace, sources: Sources, batches: Batches) -> Answer:
     """Write what comes of the samples of a run."""
     from megatron_prism.core import job_settings
+    from megatron_prism.core.units import parse_limit
     from megatron_prism.features.uneven import drawn
 
-    run = drawn.examine_run(sources, batches, args.machine, args.calibration)
+    limit = 0
+    if args.limit is not None:
+        limit = parse_limit(args.limit)
+    run = drawn.examine_run(sources, batches, args.machine, args.calibration, limit)
     stopping = _answer(run.calls)
     # what stops the job comes before how long its steps take
     if run.calls.outcome.stops:
@@ -299,11 +304,12 @@ def _rows(outcome: Outcome) -> list[dict[str, object]]:
     return rows
 
 
+_LIMIT = LIMIT[0], {**LIMIT[1], "help": "memory of a GPU that drawn batches may exceed"}
 _INPUTS = settings("what ranks get: microbatches=dp=3:7, loader=dp=3:5, lengths=dp=1:4096,2048")
 COMMANDS = {
     "uneven": Command(
         uneven,
-        (PROGRAMS, _INPUTS, MACHINE, CALIBRATION),
+        (PROGRAMS, _INPUTS, MACHINE, CALIBRATION, _LIMIT),
         group=HelpGroup.DEBUG,
         programs=0,
         shows_progress=True,

@@ -1,4 +1,4 @@
-"""What comes of the samples of a run: calls that match or not, and step times.
+"""What comes of the samples of a run: calls that match or not, step times, peak memory.
 
 In : captures of one job at several lengths, and where its samples come from.  Out: ``DrawnRun``,
 and its text and JSON.
@@ -15,13 +15,14 @@ import numpy as np
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import Programs
-from megatron_prism.core.units import counted, format_ns, format_percent
+from megatron_prism.core.units import counted, format_bytes, format_ns, format_percent
 from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.iterations import IterationOutcome, examine_batches
 from megatron_prism.features.uneven.length_curves import make_curves
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures, sequence_length
 from megatron_prism.features.uneven.packed_data import DataJob, read_index
 from megatron_prism.features.uneven.rank_programs import Sources
+from megatron_prism.features.uneven.run_memory import RunMemory, run_memory
 from megatron_prism.features.uneven.samples import Batches, draw, listed, read_law
 from megatron_prism.features.uneven.step_times import StepTimes, step_times
 
@@ -37,11 +38,13 @@ class DrawnRun:
         batches: The samples.
         calls: Whether calls match.
         times: Step times; None: the job stops, or one capture alone says nothing of other lengths.
+        memory: Peaks; None: as for times, or captures recorded no memory that can be compared.
     """
 
     batches: Batches
     calls: IterationOutcome
     times: StepTimes | None
+    memory: RunMemory | None = None
 
 
 def batches_of_file(
@@ -100,14 +103,16 @@ def examine_run(
     batches: Batches,
     machine: str | None = None,
     calibration: str | None = None,
+    limit: int = 0,
 ) -> DrawnRun:
-    """Find whether calls match, and how long steps take.
+    """Find whether calls match, how long steps take and what memory they need.
 
     Args:
         sources: Where programs come from, with captures at several lengths.
         batches: The samples.
         machine: As of ``price``.
         calibration: As of ``price``.
+        limit: Bytes of a GPU's memory; 0: nobody says.
 
     Raises:
         UsageError: Samples are packed, and there are fewer than three captures.
@@ -127,7 +132,9 @@ def examine_run(
     if len(captured) < 2:
         return DrawnRun(batches, calls, None)
     curves = make_curves(captures, machine, calibration)
-    return DrawnRun(batches, calls, step_times(curves, batches))
+    times = step_times(curves, batches)
+    memory = run_memory(captures, batches, limit)
+    return DrawnRun(batches, calls, times, memory)
 
 
 # -- forms -----------------------------------------------------------------------------------------
@@ -152,14 +159,64 @@ def to_text(run: DrawnRun, settings_of_job: dict[str, str]) -> str:
                 "(--dataloader-inter-document-masking, --sft): then its steps are equal"
             )
     else:
-        shortest, longest = int(batches.tokens.min()), int(batches.tokens.max())
+        shortest = int(batches.tokens.min())
+        longest = int(batches.tokens.max())
         lines.append(f"              {shortest:,} to {longest:,} tokens")
     lines.append(f"calls         {run.calls.distinct} different iterations examined, all match")
     if run.times is None:
         lines.append("step time     not known: capture=DIR of the job at other lengths")
         return "\n".join(lines)
     lines += _lines_of_times(run.times)
+    if run.memory is None:
+        lines.append("memory        not known: captures on tier meta record it")
+    else:
+        lines += _lines_of_memory(run.memory, iterations)
     return "\n".join(lines)
+
+
+def _lines_of_memory(memory: RunMemory, iterations: int) -> list[str]:
+    """Write peaks, and how often the limit is exceeded."""
+    peak_bytes = int(memory.peak_bytes.max())
+    peak = format_bytes(peak_bytes)
+    usual = format_bytes(memory.usual_bytes)
+    lines = [
+        f"memory        {peak} of tensors on rank {memory.rank} in iteration "
+        f"{memory.iteration + 1}, whose longest sample has {memory.longest:,} tokens; {usual} if "
+        "all samples had the mean length"
+    ]
+    if memory.reserved_bytes:
+        reserved = format_bytes(memory.reserved_bytes)
+        lines.append(f"              the allocator takes {reserved} for that iteration alone")
+    captured = ", ".join(f"{length:,}" for length in memory.lengths)
+    lines.append(f"              based on captures of {captured} tokens, which ask alike")
+    if memory.outside:
+        outside = format_percent(memory.outside)
+        lines.append(
+            f"              {outside} of the microbatches are outside of these: extrapolated"
+        )
+    examined = len(memory.iterations)
+    if examined < iterations:
+        lines.append(
+            f"              {examined:,} iterations with the longest samples were added up"
+        )
+    if not memory.limit_bytes:
+        return lines
+    limit = format_bytes(memory.limit_bytes)
+    failures = len(memory.failing)
+    if failures:
+        first = int(memory.failing.min()) + 1
+        at_least = ""
+        # those that were not added up may exceed it, too
+        if failures == examined < iterations:
+            at_least = "at least "
+        lines.append(
+            f"              tensors alone exceed {limit} in {at_least}{failures:,} of "
+            f"{iterations:,} iterations, first in iteration {first}, from samples of "
+            f"{memory.shortest_failing:,} tokens on"
+        )
+    else:
+        lines.append(f"              tensors alone exceed {limit} in none of them")
+    return lines
 
 
 def _lines_of_times(times: StepTimes) -> list[str]:
@@ -212,14 +269,33 @@ def to_json(run: DrawnRun) -> dict[str, object]:
         "longest": int(batches.tokens.max()),
         "examined": run.calls.distinct,
         "times": None,
+        "memory": None,
     }
+    memory = run.memory
+    if memory is not None:
+        failing = memory.failing + 1
+        value["memory"] = {
+            "peak_bytes": int(memory.peak_bytes.max()),
+            "rank": memory.rank,
+            "iteration": memory.iteration + 1,
+            "longest": memory.longest,
+            "usual_bytes": memory.usual_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+            "limit_bytes": memory.limit_bytes,
+            "failing": failing.tolist(),
+            "shortest_failing": memory.shortest_failing,
+            "examined": len(memory.iterations),
+            "captured_lengths": list(memory.lengths),
+            "extrapolated": memory.outside,
+        }
     times = run.times
     if times is not None:
+        whole_waits = np.rint(times.wait_ns).astype(int)
         value["times"] = {
             "step_ns": times.step_ns.tolist(),
             "equal_ns": times.equal_ns,
             "spread": times.spread,
-            "wait_ns": np.rint(times.wait_ns).astype(int).tolist(),
+            "wait_ns": whole_waits.tolist(),
             "last_share": times.last_share.tolist(),
             "balanced_ns": times.balanced_ns.tolist(),
             "captured_lengths": list(times.lengths),

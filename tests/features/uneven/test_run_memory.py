@@ -1,0 +1,110 @@
+"""Peaks of drawn batches, held to programs that were put together op by op."""
+
+import json
+
+import numpy as np
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core import job_settings
+from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.program_text import dump
+from megatron_prism.core.world import World
+from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
+from megatron_prism.features.uneven.run_memory import run_memory
+from megatron_prism.features.uneven.samples import Batches
+
+WORLD = World(2)
+MICROBATCHES = 3
+PARAMETERS = 1000
+
+
+def program(lengths):
+    """All forwards, then all backwards: activations of all microbatches are alive together."""
+    builder = Builder()
+    builder.memory(0, PARAMETERS, "param:w")
+    for microbatch, length in enumerate(lengths):
+        # kept until the backward, and scores of attention that go at once
+        builder.memory(10 + microbatch, 8 * length, "")
+        builder.memory(20 + microbatch, length**2, "")
+        builder.add("compute", phase="forward", microbatch=microbatch, ns=length)
+        builder.memory(20 + microbatch, -(length**2), "")
+        builder.add("compute", phase="forward", microbatch=microbatch, ns=length)
+    for microbatch, length in enumerate(lengths):
+        builder.add("compute", phase="backward", microbatch=microbatch, ns=length)
+        builder.memory(10 + microbatch, -8 * length, "")
+    builder.add("all_reduce", "DATA_PARALLEL_GROUP", dtype="fp32", num_in=4, num_out=4,
+                reduce="sum", phase="sync")  # fmt: skip
+    return builder.build(0)
+
+
+def job(length):
+    source = {"settings": job_settings.as_text({"seq_length": str(length)})}
+    one = program([length] * MICROBATCHES)
+    return Programs(WORLD, (one,), np.zeros(2, np.int32), source=source, path=f"s{length}")
+
+
+def captures(lengths=(64, 16, 40)):
+    base, *others = [job(length) for length in lengths]
+    return LengthCaptures(base, others)
+
+
+def batches_of(tokens):
+    tokens = np.array(tokens)
+    return Batches(tokens, tokens.astype(float) ** 2, False, "")
+
+
+def test_peaks_are_those_of_programs_of_these_lengths():
+    tokens = np.random.default_rng(0).integers(16, 65, (40, 2, MICROBATCHES))
+    memory = run_memory(captures(), batches_of(tokens))
+    expected = [max(program(own).peak_bytes() for own in both) for both in tokens.tolist()]
+    assert memory.peak_bytes.tolist() == [expected[number] for number in memory.iterations]
+    assert sorted(memory.iterations) == list(range(40))
+    assert memory.peak_bytes.max() == expected[memory.iteration]
+    assert memory.longest in tokens[memory.iteration, memory.rank]
+
+
+def test_one_long_sample_runs_out_once_in_many_iterations():
+    tokens = np.full((3000, 2, MICROBATCHES), 20)
+    tokens[1234, 1, 2] = 60
+    usual = program([20] * 3).peak_bytes()
+    memory = run_memory(captures(), batches_of(tokens), limit=usual + 1)
+    assert memory.failing.tolist() == [1234]
+    assert (memory.rank, memory.longest, memory.shortest_failing) == (1, 60, 60)
+    assert memory.peak_bytes.max() == program([20, 20, 60]).peak_bytes()
+    assert run_memory(captures(), batches_of(tokens), limit=1 << 40).failing.tolist() == []
+
+
+def test_captures_without_memory_or_with_other_storages_say_nothing():
+    other = job(16)
+    rows = other.programs[0].allocations.copy()
+    rows["storage"][rows["storage"] == 11] = 99
+    object.__setattr__(other.programs[0], "allocations", rows)
+    mixed = LengthCaptures(job(64), [other])
+    tokens = np.full((2, 2, MICROBATCHES), 16)
+    assert run_memory(mixed, batches_of(tokens)) is None
+    # those that ask alike decide if there are several
+    mixed = LengthCaptures(job(64), [other, job(40), job(20)])
+    memory = run_memory(mixed, batches_of(tokens))
+    assert memory.lengths == (20, 40, 64)
+    assert memory.outside == 1
+    assert memory.peak_bytes[0] == program([16] * 3).peak_bytes()
+
+
+def test_the_command_says_at_which_sample_memory_runs_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for length in (16, 40, 64):
+        (tmp_path / f"s{length}").write_text(dump(job(length)))
+    rows = [{"length": 20, "count": 1000}, {"length": 60}]
+    (tmp_path / "law.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    usual = program([20] * 3).peak_bytes()
+    words = ["uneven", "s64", "lengths=law.jsonl", "capture=s16", "capture=s40", "iterations=300"]
+    words += ["--limit", f"{usual + 1}B"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "of tensors on rank" in text
+    assert "of 300 iterations, first in iteration" in text
+    assert "from samples of 60 tokens on" in text
+    assert cli.main([*words, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["drawn"]["memory"]
+    assert memory["usual_bytes"] >= usual
+    assert memory["shortest_failing"] == 60
