@@ -57,7 +57,15 @@ def host_need(programs: Programs) -> HostNeed | None:
     size = programs.world.size
     node_ranks = min(programs.world.gpus_per_node or _NODE, size)
     of_node = np.add.reduceat(of_rank, np.arange(0, size, node_ranks))
-    # other numbers of microbatches leave the optimizer as it is
-    changes = programs.source.get(WHAT_IF, "").split("; ")
+    resized = resized_replicas(programs.source)
+    return HostNeed(int(of_rank.max()), int(of_node.max()), node_ranks, resized)
+
+
+def resized_replicas(source: Mapping[str, str]) -> str:
+    """Return what-ifs of another number of replicas, in words; "" if there are none.
+
+    They change what the optimizer holds.  Other numbers of microbatches leave it as it is.
+    """
+    changes = source.get(WHAT_IF, "").split("; ")
     resized = [change.partition(":")[0] for change in changes if change.startswith("data-parallel")]
-    return HostNeed(int(of_rank.max()), int(of_node.max()), node_ranks, "; ".join(resized))
+    return "; ".join(resized)

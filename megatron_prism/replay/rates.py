@@ -40,6 +40,20 @@ class Rates:
     precision: str = ""
 
 
+_COST_TOKENS = 10**9  # that a cost is of
+_HOUR_S = 3600
+
+
+def cost_of_tokens(tokens_per_gpu_s: float, price: float) -> float:
+    """Return the money for 10^9 tokens.
+
+    Args:
+        tokens_per_gpu_s: Tokens in a second of a GPU.
+        price: Of a GPU for an hour.
+    """
+    return price * _COST_TOKENS / (_HOUR_S * tokens_per_gpu_s)
+
+
 def tokens_of(programs: Programs) -> int:
     """Count the tokens of an iteration; 0 if the programs do not say."""
     return _count(programs, "tokens_per_iteration")

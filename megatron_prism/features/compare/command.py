@@ -16,7 +16,7 @@ from megatron_prism.cli.command import (
 )
 from megatron_prism.cli.file_answers import answer_about_files
 from megatron_prism.cli.output import Answer
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UnitError, UsageError
 
 
 def compare(args: argparse.Namespace) -> Answer:
@@ -26,6 +26,7 @@ def compare(args: argparse.Namespace) -> Answer:
     prism compare A slow=517:1.2            A without and with what-ifs, as prism replay has them
     prism compare A,dp=64 B,dp=32           what-ifs of each
     prism compare A moved=b200              on two machines
+    prism compare A moved=b200 --price 2.5,4        with what a GPU of each costs for an hour
     prism compare A torchrun --nnodes 128 … pretrain_gpt.py …     a launch line, captured now
     prism compare memory.json A             a baseline of prism memory and the peaks of now
     prism compare rank*.json.gz A           traces of a real job and its slices
@@ -54,6 +55,10 @@ def compare(args: argparse.Namespace) -> Answer:
         raise UsageError("compare what with what?", fix="prism compare A B")
     answer = answer_about_files("compare", args, paths, words)
     if answer is not None:
+        if args.price is not None:
+            raise UsageError(
+                "--price is of two jobs that train", fix="prism compare A B --price 2.5"
+            )
         return answer
     return _jobs(args, paths, words)
 
@@ -70,7 +75,8 @@ def _jobs(args: argparse.Namespace, paths: list[str], words: list[list[str]]) ->
     a = what_ifs.open_side(paths[0], words[0], machine, calibration)
     b = what_ifs.open_side(paths[1], words[1], machine, calibration)
     names = " ".join([paths[0], *words[0]]), " ".join([paths[1], *words[1]])
-    found = compare_jobs(a, b, names=names, machine=machine, calibration=calibration)
+    prices = args.price
+    found = compare_jobs(a, b, names=names, machine=machine, calibration=calibration, prices=prices)
 
     def page() -> None:
         print(found.to_text(), end="")
@@ -86,6 +92,15 @@ def _jobs(args: argparse.Namespace, paths: list[str], words: list[list[str]]) ->
         status=int(args.exit_code and not found.same),
         html=found.to_html,
     )
+
+
+def _prices(text: str) -> tuple[float, float]:
+    """Read the price of a GPU of A and of B; one number is that of both."""
+    read = arguments.number("--price 2.5, --price 2.5,4")
+    prices = [read(word) for word in text.split(",")]
+    if len(prices) > 2 or min(prices) <= 0:
+        raise UnitError("a price is above 0, and there are two jobs", fix="--price 2.5,4")
+    return prices[0], prices[-1]
 
 
 COMMANDS = {
@@ -105,6 +120,7 @@ COMMANDS = {
                 "tolerance between norms of recordings",
                 default=0.0,
             ),
+            option("price", _prices, "2.5", "price of a GPU for an hour; 2.5,4: of A's and of B's"),
             switch("--exit-code", "exit status 1 if anything differs"),
             file_option("--html", "page to write, for any browser"),
             file_option("--trace", "write a trace of both sides, for ui.perfetto.dev"),

@@ -17,6 +17,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import of_ranks
+from megatron_prism.features.compare.cost import TokenCost, token_cost
 from megatron_prism.features.compare.scale import ScaleChange, scale_changes
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
 from megatron_prism.memory.job_peaks import MemoryReport, beside_tensors, needed, peak_memory
@@ -91,6 +92,7 @@ class Comparison:
         scale: What else changes then.
         rates: Tokens and flops per second of each, as ``prism replay`` says them.
         speeds: Tokens per second of both; none where one does not say how many it has.
+        cost: Of tokens of both; None without prices, or where one does not say how many it has.
         headlines: What to say first of the iteration of each; none where one of them has no times.
     """
 
@@ -108,6 +110,7 @@ class Comparison:
     scale: tuple[ScaleChange, ...] = ()
     rates: tuple[Rates, Rates] | None = None
     speeds: tuple[TrainingSpeed, ...] = ()
+    cost: TokenCost | None = None
     headlines: tuple[Headline, ...] = ()
 
     @property
@@ -159,6 +162,7 @@ class Comparison:
             "difference": None if self.difference is None else vars(self.difference),
             "rates": rates,
             "speeds": [asdict(speed) for speed in self.speeds],
+            "cost": None if self.cost is None else asdict(self.cost),
             "headlines": [asdict(job_headline) for job_headline in self.headlines],
             "parts": self.to_rows(),
             "changes": [asdict(change) for change in self.changes],
@@ -196,6 +200,7 @@ def compare(
     names: tuple[str, str] = ("A", "B"),
     machine: MachineLike | None = None,
     calibration: CalibrationLike | None = None,
+    prices: tuple[float, float] | None = None,
 ) -> Any:
     """Say what differs between two jobs.
 
@@ -206,6 +211,7 @@ def compare(
         names: Of both, for people.
         machine: As of ``price``, for programs.
         calibration: As of ``price``, for programs.
+        prices: Of a GPU of A and of B for an hour, for what tokens cost; of two jobs alone.
 
     Returns:
         A Comparison; of traces and snapshots an answer with the same ways out (``to_text``, …).
@@ -220,11 +226,14 @@ def compare(
                 return comparer.compare(a, b, priced)
     if not (isinstance(a, JOB_TYPES) and isinstance(b, JOB_TYPES)):
         raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
-    return _jobs((a, b), names, priced)
+    return _jobs((a, b), names, priced, prices)
 
 
 def _jobs(
-    jobs: tuple[Job, Job], names: tuple[str, str], priced: Callable[[object], PricedGraph | None]
+    jobs: tuple[Job, Job],
+    names: tuple[str, str],
+    priced: Callable[[object], PricedGraph | None],
+    prices: tuple[float, float] | None,
 ) -> Comparison:
     """Compare two jobs of any kind."""
     # times, where both have some
@@ -261,28 +270,48 @@ def _jobs(
     )
     if untimed:
         return comparison
-    return _with_times(comparison, graphs[0], graphs[1])
+    return _with_times(comparison, graphs[0], graphs[1], prices)
 
 
-def _with_times(comparison: Comparison, a: PricedGraph, b: PricedGraph) -> Comparison:
+def _with_times(
+    comparison: Comparison, a: PricedGraph, b: PricedGraph, prices: tuple[float, float] | None
+) -> Comparison:
     """Return the comparison with what the replays of both say."""
     timelines = (a.timeline, b.timeline)
     # the same kernels and calls on the same machine have the same errors
     has_same_errors = comparison.first == () and a.machine == b.machine
-    own_error = 0.0 if has_same_errors else differences.OWN
+    own_error = differences.OWN
+    if has_same_errors:
+        own_error = 0.0
     estimates = [differences.estimate(timeline) for timeline in timelines]
     rates = (rates_of(a.timeline), rates_of(b.timeline))
     speeds = _speeds(timelines, rates, estimates, own_error)
+    cost = None
+    if prices is not None and speeds:
+        cost = token_cost(timelines, prices, estimates, own_error)
+
+    # what the iterations are made of
+    parts_of_a = _mean_parts(a.timeline)
+    parts_of_b = _mean_parts(b.timeline)
+    times = _parts(parts_of_a, parts_of_b)
+    scale: tuple[ScaleChange, ...] = ()
+    if comparison.first is None:
+        scale = scale_changes(a, b)
+    estimate_a, estimate_b = estimates
+    difference = differences.difference(estimate_a, estimate_b, own_error)
+    headline_a = headline(a.timeline)
+    headline_b = headline(b.timeline)
     return dataclasses.replace(
         comparison,
         iterations=(a.timeline.iteration_ns, b.timeline.iteration_ns),
-        difference=differences.difference(estimates[0], estimates[1], own_error),
-        times=tuple(_parts(_mean_parts(a.timeline), _mean_parts(b.timeline))),
+        difference=difference,
+        times=tuple(times),
         timelines=timelines,
         rates=rates,
         speeds=tuple(speeds),
-        scale=scale_changes(a, b) if comparison.first is None else (),
-        headlines=(headline(a.timeline), headline(b.timeline)),
+        cost=cost,
+        scale=scale,
+        headlines=(headline_a, headline_b),
     )
 
 

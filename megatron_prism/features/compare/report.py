@@ -90,6 +90,10 @@ def _times(comparison: Comparison) -> Iterator[str]:
     for speed in comparison.speeds:
         more = format_change(speed.b / speed.a - 1) if speed.a else ""
         rows.append([speed.what, f"{speed.a:,.0f}", f"{speed.b:,.0f}", more])
+    cost = comparison.cost
+    if cost is not None:
+        more = format_change(cost.b / cost.a - 1)
+        rows.append(["cost of 10^9 tokens", f"{cost.a:,.2f}", f"{cost.b:,.2f}", more])
     yield from columns(rows)
     for letter, first in zip("AB", comparison.headlines, strict=False):
         if first.host_decides:
@@ -124,6 +128,11 @@ def _certainty(comparison: Comparison) -> list[str]:
         if decides:
             letter, chance = _likelier(speed.first_faster)
             lines.append(f"by {speed.what}: {letter} is faster with {format_share(chance)}")
+    cost = comparison.cost
+    # with the same GPUs at one price, tokens per second of a GPU say it already
+    if cost is not None and cost.prices[0] != cost.prices[1]:
+        letter, chance = _likelier(cost.first_cheaper)
+        lines.append(f"by cost of tokens: {letter} is cheaper with {format_share(chance)}")
     return lines
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.cli import arguments
+from megatron_prism.cli import arguments, what_ifs
 from megatron_prism.cli.command import (
     ALLOC,
     CALIBRATION,
@@ -21,6 +21,7 @@ from megatron_prism.cli.command import (
     LIMIT,
     MACHINE,
     PROGRAMS,
+    WHAT_IFS,
     Command,
     HelpGroup,
     file_option,
@@ -31,18 +32,19 @@ from megatron_prism.cli.file_answers import answer_about_files
 from megatron_prism.cli.job_slices import kept_line
 from megatron_prism.cli.memory_arguments import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs
-from megatron_prism.cli.what_ifs import machine_note
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program, Programs
     from megatron_prism.features.fit.fit import Fit
+    from megatron_prism.replay.priced_graph import PricedGraph
 
 
 def fit(args: argparse.Namespace) -> Answer:
     """Does the job fit into its GPUs, what is the peak made of, and which flag makes it fit?
 
     prism fit DIR --limit 80GB
+    prism fit DIR dp=64 microbatches=32     what-ifs, as prism replay has them
     prism fit --limit 80GB torchrun --nnodes 128 --nproc-per-node 8 pretrain_gpt.py <its arguments>
     prism fit DIR --class pp=3 --top 20 -o peak.pickle      for pytorch.org/memory_viz
     prism fit DIR --draws 500 --routing zipf:1 [--capacity 1.25]      an MoE job's routing
@@ -61,7 +63,6 @@ def fit(args: argparse.Namespace) -> Answer:
     reserved bytes.  --draws takes slices of tier meta; --routing uniform, zipf:A, or a folder of
     --prism-record.
     """
-    from megatron_prism.core.slices import open_programs
     from megatron_prism.features.fit.fit import fit as fit_programs
     from megatron_prism.features.fit.oom_answer import explain_error
     from megatron_prism.memory.job_peaks import first_program
@@ -70,12 +71,18 @@ def fit(args: argparse.Namespace) -> Answer:
     check_outputs([args.out], args.force, [path])
     if args.free == 0:
         raise UsageError("--free of nothing", fix="--free 6GiB")
-    answer = answer_about_files("fit", args, [path], [[]])
+    answer = answer_about_files("fit", args, [path], [args.settings])
     if answer is not None:
         return answer
-    programs = open_programs(path, partial=True)
+    programs = what_ifs.open_job(path, partial=True)
+    job: Programs | PricedGraph = programs
+    # memory and time are those of the job that the what-ifs make
+    if args.settings:
+        how = {"machine": args.machine, "calibration": args.calibration}
+        job = what_ifs.priced(programs, args.settings, "fit", **how)
+        programs = job.graph.programs
     if args.oom is not None:
-        return explain_error(args, programs)
+        return explain_error(args, job)
     warn_absent(programs)
     settings = {
         "machine": args.machine,
@@ -84,7 +91,7 @@ def fit(args: argparse.Namespace) -> Answer:
         "device": None if args.device == "none" else args.device,
     }
     found = fit_programs(
-        programs,
+        job,
         limit=args.limit,
         headroom=args.headroom or 0,
         draws=draws_of(args),
@@ -98,7 +105,7 @@ def fit(args: argparse.Namespace) -> Answer:
         raise UsageError(f"there is no class {name}", fix=f"use {', '.join(found.memory.classes)}")
     if args.out is not None:
         _write_snapshot(args, first_program(programs, found.memory.classes[name]))
-    note = machine_note(programs, args.machine)
+    note = what_ifs.machine_note(programs, args.machine)
     return Answer(
         found.to_json,
         lambda: print(found.to_text(name, args.top) + note, end=""),
@@ -166,21 +173,32 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     from megatron_prism.emulate import options
     from megatron_prism.emulate.launch_line import split_line
 
-    machine = ["--machine", args.machine] if args.machine else []
-    limit = ["--limit", args.limit] if args.limit else []
-    best = next((one for one in found.changes if one.fits), None)
-    folder, recipe = Path(args.programs), programs.source.get("recipe")
+    machine: list[str] = []
+    if args.machine:
+        machine = ["--machine", args.machine]
+    limit: list[str] = []
+    if args.limit:
+        limit = ["--limit", args.limit]
+    best = next((change for change in found.changes if change.fits), None)
+    path = str(args.programs)
+    folder = Path(path)
+    recipe = programs.source.get("recipe")
     line = _line_of(args, programs)
     ask = ["prism", "fit", *limit, *machine]
-    if found.fits or not (best or line):
-        return shlex.join(["prism", "replay", str(args.programs), *machine])
+    # a sweep captures its layouts, of which what-ifs say nothing
+    nothing_to_try = best is None and (not line or args.settings)
+    if found.fits or nothing_to_try:
+        return shlex.join(["prism", "replay", path, *args.settings, *machine])
     if best is None:
-        job, line = (_held(line), []) if recipe else ([], line)
-        axes, out = ["tp=auto", "pp=auto"], f"{folder}-layouts"
-        return shlex.join(["prism", "sweep", *job, *axes, *limit, *machine, "-o", out, *line])
+        axes = ["tp=auto", "pp=auto"]
+        options_of_sweep = [*axes, *limit, *machine, "-o", f"{folder}-layouts"]
+        # a recipe stands in front of its axes, a launch line behind them
+        if recipe:
+            return shlex.join(["prism", "sweep", *_held(line), *options_of_sweep])
+        return shlex.join(["prism", "sweep", *options_of_sweep, *line])
     variable, _, value = best.words.partition("=")
     if variable == "PYTORCH_CUDA_ALLOC_CONF":
-        return shlex.join([*ask, str(args.programs), "--alloc", value])
+        return shlex.join([*ask, path, *args.settings, "--alloc", value])
     # a variable of the environment stands before the command
     words, before = best.words, ""
     match = _VARIABLE.match(words)
@@ -189,11 +207,16 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     if recipe is not None:
         out = f"{folder}-changed"
         capture = ["prism", "capture", *line, *shlex.split(words), "-o", out]
-        return f"{before}{shlex.join(capture)} && {shlex.join([*ask, out])}"
+        return f"{before}{shlex.join(capture)} && {shlex.join([*ask, out, *args.settings])}"
     ours, _ = split_line(line, options.alone())
-    kept = [word for name, words in options.split(ours)[0] if name != _MORE for word in words]
-    more = f"{options.value_of(_MORE, ours)} {words}".strip()
-    asked = [*ask, *kept, _MORE, more, *(line[len(ours) :] or ["torchrun", "…"])]
+    kept: list[str] = []
+    for name, flag_words in options.split(ours)[0]:
+        if name != _MORE:
+            kept += flag_words
+    earlier = options.value_of(_MORE, ours)
+    more = f"{earlier} {words}".strip()
+    job = line[len(ours) :] or ["torchrun", "…"]
+    asked = [*ask, *args.settings, *kept, _MORE, more, *job]
     return f"{before}{shlex.join(asked)}"
 
 
@@ -212,6 +235,7 @@ COMMANDS = {
         fit,
         (
             PROGRAMS,
+            WHAT_IFS,
             LIMIT,
             HEADROOM,
             option("free", arguments.size, "6GiB", "memory to free, in place of a limit"),

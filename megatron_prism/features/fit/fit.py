@@ -18,6 +18,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
+from megatron_prism.core.slices import WHAT_IF
 from megatron_prism.core.units import format_bytes
 from megatron_prism.features.fit import remedies
 from megatron_prism.features.fit.op_times import op_times
@@ -115,6 +116,11 @@ class Fit:
         return self.job.programs
 
     @property
+    def what_if(self) -> str | None:
+        """What is not as captured, in words; None: nothing."""
+        return self.programs.source.get(WHAT_IF)
+
+    @property
     def fits(self) -> bool:
         """Whether every class does, in later iterations and beside the train steps, too."""
         return self.steps_fit and not self.overruns_beside
@@ -184,6 +190,7 @@ class Fit:
             "over": self.over,
             "iteration_ns": self.iteration_ns,
             "headline": None if self.headline is None else dataclasses.asdict(self.headline),
+            "what_if": self.what_if,
             "classes": dict(self.memory.classes),
             **({} if host is None else {"host": vars(host)}),
             "overruns": {name: vars(one) for name, one in self.overruns.items()},
@@ -212,7 +219,7 @@ class Fit:
 
 
 def fit(
-    programs: Programs,
+    job: Programs | PricedGraph,
     *,
     limit: int | str | None = None,
     headroom: int = 0,
@@ -227,12 +234,13 @@ def fit(
     """Say whether a job fits, what its peak is made of and which change makes it fit.
 
     Args:
-        programs: what ``load`` or ``capture`` returned.
+        job: what ``load`` or ``capture`` returned, or what ``price`` made of it: with what-ifs,
+            memory and time are those of the job that they make.
         limit: bytes of device memory, or text: "80GB" is what a card sold as such has; default:
             that of ``machine``.
         headroom: bytes of the limit that stay free.
-        machine: as of ``price``, for what changes cost in time.
-        calibration: as of ``price``, too.
+        machine: as of ``price``, for what changes cost in time; of programs alone.
+        calibration: as of ``price``, of programs alone, too.
         alloc_conf: as of ``peak_memory``.
         device: as of ``peak_memory``.
         draws: as of ``peak_memory``.
@@ -243,10 +251,10 @@ def fit(
         UsageError: the programs recorded no memory, nobody knows the limit, or there is as well a
             limit as something to free.
     """
-    memory = peak_memory(programs, alloc_conf=alloc_conf, device=device, draws=draws)
     # only a price says whose memory the limit is
     is_asked = machine is not None or (limit is None and not free)
-    priced = _price_of(programs, machine, calibration, is_asked)
+    programs, priced = _priced(job, machine, calibration, is_asked)
+    memory = peak_memory(programs, alloc_conf=alloc_conf, device=device, draws=draws)
     needs = {name: needed(one) for name, one in memory.classes.items()}
     machine_of_job = None
     if priced is not None:
@@ -281,11 +289,45 @@ def fit(
     if priced is not None:
         ns = priced.timeline.iteration_ns
         first = headline(priced.timeline)
-    job = JobMemory(programs, memory, most)
-    sections = sections_of(job)
+    job_memory = JobMemory(programs, memory, most)
     return Fit(
-        most, source, memory, worst, overruns, risks, changes, ns, job, first, sections, free
+        limit=most,
+        limit_source=source,
+        memory=memory,
+        worst=worst,
+        overruns=overruns,
+        risks=risks,
+        changes=changes,
+        iteration_ns=ns,
+        job=job_memory,
+        headline=first,
+        sections=sections_of(job_memory),
+        free=free,
     )
+
+
+def programs_of(job: Programs | PricedGraph) -> Programs:
+    """Return the programs of a job; with what-ifs those that they make."""
+    if isinstance(job, PricedGraph):
+        return job.graph.programs
+    return job
+
+
+def _priced(
+    job: Programs | PricedGraph,
+    machine: MachineLike | None,
+    calibration: CalibrationLike | None,
+    is_asked: bool,
+) -> tuple[Programs, PricedGraph | None]:
+    """Return the programs of a job, and their price; None where it has none and nobody asked."""
+    if isinstance(job, PricedGraph):
+        return programs_of(job), job
+    try:
+        return job, price(job, machine=machine, calibration=calibration)
+    except PrismError:
+        if is_asked:
+            raise
+    return job, None
 
 
 def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
@@ -298,21 +340,6 @@ def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
         name = "the job's machine" if machine is None else machine.name
         raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
     return machine.device_memory, machine.name
-
-
-def _price_of(
-    programs: Programs,
-    machine: MachineLike | None,
-    calibration: CalibrationLike | None,
-    is_asked: bool,
-) -> PricedGraph | None:
-    """Return the price of a job; None where it has none and nobody asked for it."""
-    try:
-        return price(programs, machine=machine, calibration=calibration)
-    except PrismError:
-        if is_asked:
-            raise
-    return None
 
 
 def _less_headroom(limit: int, headroom: int) -> int:
@@ -373,7 +400,10 @@ def _risks(
     for name, size in segments.items():
         # a class that nothing threatens is replayed for its figures alone
         most_rows = rows_each if name in close else min(rows_each, _ROWS_OF_FIGURES)
-        risks[name] = steady.risk(programs[name], size, settings, most_rows, times=times.get(name))
+        risk = steady.risk(programs[name], size, settings, most_rows, times=times.get(name))
+        # it has much to spare, so nothing is to be said where there are too many requests
+        if risk.draws or name in close:
+            risks[name] = risk
     return risks
 
 

@@ -15,15 +15,17 @@ from megatron_prism.core.errors import UsageError
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.features.fit.oom import Candidate, Said
+    from megatron_prism.replay.priced_graph import PricedGraph
 
 
-def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
+def explain_error(args: argparse.Namespace, job: Programs | PricedGraph) -> Answer:
     """Which request of the slices an out-of-memory error was about, and what frees memory."""
     from megatron_prism.features.fit import oom
-    from megatron_prism.features.fit.fit import fit
+    from megatron_prism.features.fit.fit import fit, programs_of
     from megatron_prism.features.fit.report import changes_of
     from megatron_prism.memory import peaks
 
+    programs = programs_of(job)
     said = oom.parse(args.oom)
     found = oom.candidates(programs.programs, said)
     if not found:
@@ -33,7 +35,7 @@ def explain_error(args: argparse.Namespace, programs: Programs) -> Answer:
         )
     limit, tried = oom.limit_of(said), None
     if limit is not None:
-        tried = fit(programs, limit=limit, machine=args.machine, calibration=args.calibration,
+        tried = fit(job, limit=limit, machine=args.machine, calibration=args.calibration,
                     alloc_conf=args.alloc or "", device=None)  # fmt: skip
     rows = [{"rank": one.program.rank, "num_bytes": one.num_bytes, "step": one.op.label,
              "op": one.op.name, "site": one.site, "allocated": one.allocated,

@@ -51,6 +51,8 @@ def _verdict(found: Fit) -> Iterator[str]:
         yield from _freeing(found)
         return
     source = f" ({found.limit_source})" if found.limit_source else ""
+    first = found.headline
+    assumes = f", {first.assumes}" if first is not None else ""
     runs_out = bool(found.overruns) or bool(found.overruns_beside)
     verdict = "does not fit"
     if found.fits:
@@ -58,7 +60,9 @@ def _verdict(found: Fit) -> Iterator[str]:
     # the first iterations fit
     elif not runs_out:
         verdict = "at risk"
-    yield from folded(f"{verdict}: the limit is {limit}{source}")
+    yield from folded(f"{verdict}: the limit is {limit}{source}{assumes}", 2)
+    if found.what_if is not None:
+        yield from folded(f"  what if: {found.what_if}", 4)
     left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
     one = found.memory.classes[found.worst]
     level = "device" if one.get("peak_device") is not None else "reserved"
@@ -77,11 +81,8 @@ def _verdict(found: Fit) -> Iterator[str]:
             yield from folded(f"  {name} {text}", 4)
     for name, text in found.overruns_beside.items():
         yield from folded(f"  {name} {text}", 4)
-    first = found.headline
     if first is not None and first.iteration_ns:
-        text = f"an iteration {first.assumes}"
-        text += f": {first.text}"
-        yield from folded(f"  {text}", 4)
+        yield from folded(f"  an iteration: {first.text}", 4)
     if asks := precision_of(found.programs).asks:
         yield from folded(f"  {asks}", 4)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_prism.features.fit.section import JobMemory
 from megatron_prism.memory import part_peaks
+from megatron_prism.memory.host_need import resized_replicas
 from megatron_prism.memory.job_peaks import ClassMemoryFigures, first_program, needed
 
 STEADY = "steady iteration"
@@ -65,7 +66,13 @@ class LifeParts:
 
 
 def lives(job: JobMemory) -> dict[str, LifeParts]:
-    """Return the life of every class of ranks whose slices say it."""
+    """Return the life of every class of ranks whose slices say it.
+
+    With another number of replicas the parts beside the steps are not those of the slices: nothing
+    is said then.
+    """
+    if resized_replicas(job.programs.source):
+        return {}
     of_ranks = part_peaks.of_source(job.programs.source)
     found = {}
     for name, figures in job.report.classes.items():

@@ -133,7 +133,16 @@ def name_snapshots(paths: Sequence[str]) -> bool:
 def fit(
     args: argparse.Namespace, paths: Sequence[str], what_ifs: Sequence[Sequence[str]]
 ) -> Answer:
-    """Answer ``prism fit SNAPSHOT``."""
+    """Answer ``prism fit SNAPSHOT``.
+
+    Raises:
+        UsageError: What-ifs of a real process, which are of slices alone.
+    """
+    if what_ifs[0]:
+        raise UsageError(
+            f"a snapshot is of a real process: there is no {what_ifs[0][0]} of it",
+            fix=f"prism fit SLICES {what_ifs[0][0]}",
+        )
     return explain(paths[0], args.top)
 
 

@@ -43,6 +43,7 @@ from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.differences import standings
 from megatron_prism.replay.headline import over_hosts
+from megatron_prism.replay.rates import cost_of_tokens
 from megatron_prism.replay.timeline import Timeline
 
 MEGATRON, MEMORY = "Megatron's checks", "memory bound"
@@ -405,7 +406,7 @@ def _run_name(settings: SweepSettings) -> str:
 def _cost(result: Figures, price: float | None) -> float | None:
     """Of 10^9 tokens; ``price`` is of a GPU for an hour."""
     tokens = result["tokens_per_gpu"]
-    return None if price is None or not tokens else price * 1e9 / (3600 * tokens)
+    return None if price is None or not tokens else cost_of_tokens(tokens, price)
 
 
 def _score(result: Figures, objective: str) -> float:

@@ -102,3 +102,33 @@ def test_a_job_that_does_not_say_its_tokens_is_not_called_faster():
     assert one.speeds == ()
     assert "nobody knows which trains faster" in " ".join(one.to_text().split())
     assert "is faster with" not in one.to_text()
+
+
+def test_a_price_says_what_tokens_cost():
+    programs = stored("dense_pp2")
+    moved = price(programs, machine="h100", what_if=WhatIf(moved="b200"))
+    one = compare(programs, moved, machine="h100", prices=(2.0, 6.0))
+    a, b = (metrics_of.tokens_per_s.value for metrics_of in map(timeline_metrics, one.timelines))
+    gpus = programs.world.size
+    assert one.cost.a == pytest.approx(2.0 * gpus / 3600 / a * 1e9)
+    assert one.cost.b == pytest.approx(6.0 * gpus / 3600 / b * 1e9)
+    # B is faster, and not three times as fast
+    assert one.cost.a < one.cost.b
+    assert one.cost.first_cheaper > 0.5 > one.speeds[0].first_faster
+    text = " ".join(one.to_text().split())
+    assert f"cost of 10^9 tokens {one.cost.a:,.2f} {one.cost.b:,.2f}" in text
+    assert "by cost of tokens: A is cheaper" in text
+    assert compare(programs, moved, machine="h100").cost is None
+
+
+def test_one_price_is_that_of_both_jobs(capsys):
+    path = str(STORED / "dense_pp2")
+    cost = told(capsys, "compare", path, f"{path},dp=4", "--price", "2.5")["cost"]
+    assert cost["prices"] == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1,2,3", "cheap"])
+def test_what_is_no_price_is_refused(text, capsys):
+    path = str(STORED / "dense_pp2")
+    assert cli.main(["compare", path, "dp=4", f"--price={text}"]) == 2
+    assert "--price" in capsys.readouterr().err

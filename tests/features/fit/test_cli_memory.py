@@ -401,7 +401,7 @@ def test_what_to_type_next_can_be_pasted(kept, source, words, expected, tmp_path
     Path("P").mkdir()
     if kept:
         job_slices.keep_line(Path("P"), shlex.split(kept))
-    args = SimpleNamespace(machine=None, limit="8GB", given=[], line=[], programs="P/")
+    args = SimpleNamespace(machine=None, limit="8GB", given=[], line=[], programs="P/", settings=[])
     changes = (TriedChange(words, 1, True, 0),) if words else ()
     found = SimpleNamespace(fits=False, changes=changes)
     assert fit_command._next(args, found, SimpleNamespace(source=source)) == expected

@@ -1,0 +1,60 @@
+"""What the tokens of two jobs cost.
+
+In : the replays of both, and the price of a GPU.  Out: ``TokenCost``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_prism.replay import differences
+from megatron_prism.replay.differences import UncertainTime
+from megatron_prism.replay.rates import cost_of_tokens, tokens_of
+from megatron_prism.replay.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """The money for 10^9 tokens of both.
+
+    Attributes:
+        prices: Of a GPU of A and of B for an hour.
+        a: Of A.
+        b: Of B.
+        first_cheaper: The chance that A's tokens cost less.
+    """
+
+    prices: tuple[float, float]
+    a: float
+    b: float
+    first_cheaper: float
+
+
+def token_cost(
+    timelines: tuple[Timeline, Timeline],
+    prices: tuple[float, float],
+    estimates: Sequence[UncertainTime],
+    own_error: float,
+) -> TokenCost:
+    """Return what tokens of both cost; both say how many an iteration has.
+
+    Args:
+        timelines: Of both.
+        prices: Of a GPU of each for an hour.
+        estimates: Of their iterations.
+        own_error: As of ``differences.difference``.
+    """
+    uncertain_costs: list[UncertainTime] = []
+    costs: list[float] = []
+    for timeline, estimate, price in zip(timelines, estimates, prices, strict=True):
+        programs = timeline.graph.programs
+        gpus = programs.world.size
+        tokens = tokens_of(programs)
+        iteration_s = timeline.iteration_ns / 1e9
+        tokens_per_gpu_s = tokens / iteration_s / gpus
+        costs.append(cost_of_tokens(tokens_per_gpu_s, price))
+        uncertain_costs.append(estimate.scaled(price * gpus / tokens))
+    cost_a, cost_b = uncertain_costs
+    difference = differences.difference(cost_a, cost_b, own_error)
+    return TokenCost(prices, costs[0], costs[1], difference.first_faster)
