@@ -167,11 +167,11 @@ def test_imports_follow_the_table():
 # that features take; about 60 would be an interface.  Of them two are the headline of fit, compare,
 # six what reshard takes of ranks that plan their reading, one the scheduler that uneven asks, and
 # four what ops take the host and how hosts differ, for fit; three a check of its own, its file and
-# that the host waits, for streams; two what slices keep of a process's life; two types of a
-# page's memory and of a trace's tracks, for snapshots and traces; two the durations of a timeline's
-# nodes and when these end, and one the allocator's model, for batches of uneven; three what-ifs of
-# fit and what tokens cost, for compare and sweep
-MOST_NAMES_OF_CORE = 434
+# that the host waits, for streams; two what slices keep of a process's life, two what a save copies
+# to the hosts; two types of a page's memory and of a trace's tracks, for snapshots and traces; two
+# the durations of a timeline's nodes and when these end, and one the allocator's model, for batches
+# of uneven; three what-ifs of fit and what tokens cost, for compare and sweep
+MOST_NAMES_OF_CORE = 436
 
 
 def names_of_core():

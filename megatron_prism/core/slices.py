@@ -39,12 +39,15 @@ HOST_MEMORY = "host_memory"
 MEMORY_PARTS = "memory_parts"
 # of a source: "RANK=PART,… …", the parts of the rank's process that ran on an assumption
 ASSUMED_PARTS = "assumed_parts"
+# of a source: "RANK=WRITES …", what the rank writes into a checkpoint
+SAVED_BYTES = "saved_bytes"
 OF_RANKS = (
     HOST_INDEX,
     GPU_CLOCK,
     HOST_MEMORY,
     MEMORY_PARTS,
     ASSUMED_PARTS,
+    SAVED_BYTES,
 )  # each slice has its own rank's, which no two have alike
 WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message

@@ -40,6 +40,7 @@ from megatron_prism.core.slices import (
     HOST_INDEX,
     HOST_MEMORY,
     MEMORY_PARTS,
+    SAVED_BYTES,
     Origin,
     SliceStore,
 )
@@ -593,6 +594,8 @@ class StockCapture(TrainingListener):
         if self.tier.live is not None and self.tier.live.parts:
             peaks_of_parts = part_peaks.as_text(part_blocks.block_peaks(self.tier.live))
             self.store.source[MEMORY_PARTS] = f"{self.rank}={peaks_of_parts}"
+        if self._monitor.saved_bytes is not None:
+            self.store.source[SAVED_BYTES] = f"{self.rank}={self._monitor.saved_bytes.as_text()}"
         if self._monitor.assumed_parts:
             names = part_peaks.names_as_text(self._monitor.assumed_parts)
             self.store.source[ASSUMED_PARTS] = f"{self.rank}={names}"

@@ -37,6 +37,7 @@ from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import World
 from megatron_prism.emulate.device_memory import explain
+from megatron_prism.memory.saved_bytes import SavedBytes
 from megatron_prism.runtime.listeners import CallListener, TrainingListener, overriding
 from megatron_prism.runtime.recorder.repeats import Repeats
 
@@ -108,6 +109,7 @@ class TrainingMonitor:
         )  # numbers among the arguments of the one that runs
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
+        self.saved_bytes: SavedBytes | None = None  # what this rank writes into a checkpoint
         self.assumed_parts: set[str] = set()  # of PARTS: those that ran on an assumption
         self.notes: list[str] = []  # what this run does otherwise than the real job
         self.on_note: Callable[[str], None] = lambda text: None

@@ -164,6 +164,7 @@ def _put(args: argparse.Namespace, obstacles: Obstacles, loads_own_layout: bool)
     replaced += [f"new parameters for {_option(name)}" for name in checkpoints]
     args.exit_on_missing_checkpoint = False
     if getattr(args, "async_save", None):
+        args.prism_async_save = True
         args.async_save = args.use_persistent_ckpt_worker = False
         replaced.append("no writer for --async-save")
     if not replaced:

@@ -9,6 +9,7 @@ host_lead.py     how far the host is ahead of the device
 steady.py        whether a later iteration runs out where the first ones fit
 nccl_buffers.py  what NCCL's communicators take beside it (device_memory/: a file for each GPU)
 part_peaks.py    peaks of the parts of a process's life
+saved_bytes.py   what a rank writes into a checkpoint
 host_need.py     what the job keeps in its hosts' memory
 routing.py       peaks of an MoE job whose routing is drawn from a law
 job_peaks.py     peaks of all classes of a job's ranks: ``prism.peak_memory``

@@ -6,6 +6,8 @@ pipeline.py      what is received from other ranks: scale, shape, tokens; labels
 moe.py           dispatchers, routing, multi-token prediction
 checkpoints.py   which checkpoints are written and read, and what a rank alone reads
 planned_reads.py  loading on shapes: what Megatron would read, without reading it
+planned_writes.py  what Megatron would write into a checkpoint
+shifted_states.py  states that Megatron saves in the wrong place
 own_layout.py    a checkpoint of the job's own layout, in place of one that is not here
 outputs.py       curves, traces and other files of the real job
 without_cuda.py  kernels, CUDA graphs, offloading and number formats where there is no GPU

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import ENABLES, PROTECTS, Original, PatchContext, Patches
-from megatron_prism.emulate.patches import own_layout, planned_reads
+from megatron_prism.emulate.patches import own_layout, planned_reads, planned_writes
+from megatron_prism.emulate.patches.shifted_states import shifted_states
 from megatron_prism.emulate.patches.startup import megatron_args
 
 PATCHES = Patches(purpose=PROTECTS)
@@ -270,6 +271,7 @@ def _plan_load(context: PatchContext, optimizer: object, load: Callable[[], obje
             f"--load {job.load}: Megatron refuses the checkpoint: {refusal}",
             fix=f"prism reshard {job.load} -- <the job> lists what does not fit",
         ) from error
+    reading.result.shifted_states = shifted_states(optimizer, job)
     _tell(reading)
 
     # the schedule stays that of the job's beginning
@@ -477,9 +479,10 @@ def weigh(module: ModuleType, monitor: Any, save: Callable[[], object]) -> None:
         save: Megatron's save_checkpoint with all its arguments.
     """
     make_state = module.generate_state_dict
+    states: list[dict[str, object]] = []
 
     def make_state_and_end(*args: object, **kwargs: object) -> None:
-        make_state(*args, **kwargs)
+        states.append(make_state(*args, **kwargs))
         raise _Complete
 
     with ProcessChanges() as changes:
@@ -494,3 +497,14 @@ def weigh(module: ModuleType, monitor: Any, save: Callable[[], object]) -> None:
             why = f"{type(error).__name__}: {error}"
             sys.stderr.write(f"prism: what a checkpoint takes is unknown: {why}\n")
             monitor.peak_source.parts.pop("checkpoint", None)
+    if states:
+        _plan_writes(monitor, states[0])
+
+
+def _plan_writes(monitor: Any, state: dict[str, object]) -> None:
+    """Keep what the rank writes; a line says where that stays unknown."""
+    try:
+        monitor.saved_bytes = planned_writes.planned_write(state, megatron_args())
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"prism: what a checkpoint takes of the host is unknown: {why}\n")

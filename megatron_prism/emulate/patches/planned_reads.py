@@ -88,6 +88,8 @@ class PlannedRead:
         stand_in: whether the checkpoint's arguments were absent, and the job's own took their
             place.
         refusal: why Megatron ends the job; empty where it does not.
+        shifted_states: parameter -> by how many elements the job shifts its states when it saves
+            them again.
     """
 
     folder: str = ""
@@ -99,6 +101,7 @@ class PlannedRead:
     optimizer_format: str = ""
     stand_in: bool = False
     refusal: str = ""
+    shifted_states: dict[str, int] = field(default_factory=dict)
 
 
 # told of what this rank would read, when that is known

@@ -8,6 +8,8 @@ from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.units import format_bytes
 from megatron_prism.features.fit.section import JobMemory
 from megatron_prism.features.life.parts import AT_END, STEADY, LifeParts, lives
+from megatron_prism.memory import saved_bytes
+from megatron_prism.memory.saved_bytes import SavingNeed
 
 # on what a part ran that could not run as in the job
 _ASSUMPTIONS = {"load": "of an assumed checkpoint of the job's own layout; --load is not here"}
@@ -84,12 +86,50 @@ class LifeSection:
         return places
 
 
+class SavingSection:
+    """What a save needs beyond its state dict.
+
+    Args:
+        need: of the job.
+    """
+
+    name = "saving"
+
+    def __init__(self, need: SavingNeed) -> None:
+        self._need = need
+
+    def to_json(self) -> dict[str, object]:
+        """Make the bytes of hosts and of the device."""
+        return dict(vars(self._need))
+
+    def lines(self, class_name: str) -> Iterator[str]:
+        """Say it of the ranks that need most, whatever class is shown."""
+        yield from folded(_copies(self._need), 2)
+
+    def overruns(self) -> dict[str, str]:
+        """Return nothing: no limit of hosts is known."""
+        return {}
+
+
 def _difference(num_bytes: int) -> str:
     """Write how much more or less than a steady step a part allocates."""
     if num_bytes == 0:
         return "as a steady step"
     sign = "+" if num_bytes > 0 else "-"
     return f"{sign}{format_bytes(abs(num_bytes))}"
+
+
+def _copies(saving: SavingNeed) -> str:
+    """Say what a save takes of the host, and beyond its state dict of the device."""
+    rank_bytes, node_bytes = format_bytes(saving.rank_bytes), format_bytes(saving.node_bytes)
+    text = f"saving copies {rank_bytes} to the host a rank, {node_bytes} a node of "
+    text += f"{saving.node_ranks}"
+    if saving.is_async:
+        text += "; the copies stay while the job trains on, until all is written"
+    if saving.device_bytes:
+        text += "; quantized parameters are on the device in bf16, too: "
+        text += format_bytes(saving.device_bytes)
+    return text
 
 
 def _decision(life: LifeParts) -> str:
@@ -119,4 +159,12 @@ def life_section(job: JobMemory) -> LifeSection | None:
     return LifeSection(found, job.limit)
 
 
-FIT_SECTIONS = (life_section,)
+def saving_section(job: JobMemory) -> SavingSection | None:
+    """Make the section of a job; None where its slices do not say what is written."""
+    need = saved_bytes.saving_need(job.programs)
+    if need is None:
+        return None
+    return SavingSection(need)
+
+
+FIT_SECTIONS = (life_section, saving_section)

@@ -83,6 +83,8 @@ class Reshard:
         has_stand_in: whether the arguments of the checkpoint's job were absent.
         asks_for_states: whether the job reads states of its optimizer.
         read_rate: bytes a second of the file system; None: nobody says.
+        shifted_states: parameter -> by how many elements this Megatron shifts its states when the
+            job saves them again.
     """
 
     checkpoint: Checkpoint
@@ -95,6 +97,7 @@ class Reshard:
     has_stand_in: bool
     asks_for_states: bool
     read_rate: int | None
+    shifted_states: Mapping[str, int]
 
     @property
     def refusal(self) -> str:
@@ -139,6 +142,7 @@ class Reshard:
             "without_optimizer": self.without_optimizer,
             "optimizer_format": self.checkpoint.optimizer_format,
             "optimizer_states_survive": self.states_survive,
+            "shifted_states": dict(self.shifted_states),
             "same": self.num_same,
             "tensors": [dataclasses.asdict(tensor) for tensor in self.tensors],
             "unexpected": unexpected,
@@ -181,6 +185,9 @@ def combine(
     for plan in plans:
         for request in plan["requests"]:
             requests[request["key"]] = request
+    shifted_states: dict[str, int] = {}
+    for plan in plans:
+        shifted_states.update(plan["shifted_states"])
     odd_tensors = []
     for key, request in sorted(requests.items()):
         if request["match"] != "same":
@@ -202,6 +209,7 @@ def combine(
         has_stand_in=any(plan["stand_in"] for plan in plans),
         asks_for_states=any("optimizer." in key for key in requests),
         read_rate=read_rate,
+        shifted_states=shifted_states,
     )
 
 

@@ -74,4 +74,5 @@ def as_json(read: PlannedRead) -> Json:
         "largest_shard_bytes": read.largest_shard_bytes,
         "stand_in": read.stand_in,
         "refusal": read.refusal,
+        "shifted_states": read.shifted_states,
     }

@@ -25,6 +25,7 @@ def render_text(plan: Reshard) -> str:
         "",
         *_verdict(plan),
         *_states(plan),
+        *_shifted_states(plan),
         *_tensors(plan),
         *_reads(plan),
     ]
@@ -67,6 +68,22 @@ def _states(plan: Reshard) -> list[str]:
     lines = [f"optimizer states: {how}; {outcome}"]
     if plan.checkpoint.optimizer_format == "buckets" and not plan.loads:
         lines.append("  fix: save with --dist-ckpt-optim-fully-reshardable in the layout of before")
+    return lines
+
+
+def _shifted_states(plan: Reshard) -> list[str]:
+    """Warn of states that the job would save in the wrong place."""
+    if not plan.shifted_states:
+        return []
+    parameters = counted(len(plan.shifted_states), "parameter")
+    lines = [f"saved again by this job, states of {parameters} are lost: Megatron before 0.20"]
+    lines.append("  shifts all that is behind a padded bucket (NVIDIA/Megatron-LM#5077)")
+    for name, elements in [*plan.shifted_states.items()][:_MOST_TENSORS]:
+        lines.append(f"  {name}  by {counted(elements, 'element')}")
+    if len(plan.shifted_states) > _MOST_TENSORS:
+        hidden = len(plan.shifted_states) - _MOST_TENSORS
+        lines.append(f"  … and {hidden:,} more: --json has all")
+    lines.append("  fix: save without --dist-ckpt-optim-fully-reshardable, or Megatron 0.20")
     return lines
 
 

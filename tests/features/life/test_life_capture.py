@@ -37,20 +37,20 @@ def prism(*words, folder):
     return done.stdout
 
 
-def life_of(folder, *flags, ours=()):
-    """What fit says of the life of the job with these flags."""
+def answer_of(folder, *flags, ours=()):
+    """What fit says of the job with these flags."""
     slices = folder / "slices"
     capture = ["capture", "-o", slices, "--prism-tier", "meta"]
     capture += ["--prism-world-size", 1, *ours]
     prism(*capture, "--", SCRIPT, *JOB, *flags, folder=folder)
-    answer = json.loads(prism("fit", slices, "--limit", "80GB", "--json", folder=folder))
-    return answer["life"]["all"]
+    return json.loads(prism("fit", slices, "--limit", "80GB", "--json", folder=folder))
 
 
 def test_parts_of_a_whole_life(tmp_path):
     save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
     load = ["--load", tmp_path / "absent"]
-    life = life_of(tmp_path, *save, *load, ours=["--prism-life"])
+    answer = answer_of(tmp_path, *save, *load, "--async-save", ours=["--prism-life"])
+    life = answer["life"]["all"]
     assert list(life["assumed"]) == ["load"]
     parts = life["parts"]
     assert not (tmp_path / "checkpoints").exists()
@@ -67,6 +67,10 @@ def test_parts_of_a_whole_life(tmp_path):
     assert bytes_each("end", WORKSPACES) == pytest.approx(kept, rel=few)
     # a checkpoint is what stands, nothing more
     assert bytes_each("checkpoint", WORKSPACES) == pytest.approx(kept, rel=few)
+    # main parameters and two moments by buckets, and weights of bf16
+    saving = answer["saving"]
+    assert saving["rank_bytes"] / PARAMETERS == pytest.approx(WEIGHTS + STATES, rel=few)
+    assert saving["is_async"]
     assert parts["end"] < parts["evaluation"] < parts["steady iteration"]
     assert parts["first iteration"] <= parts["steady iteration"]
     # both moments are there twice: those that are read, and those that the optimizer keeps
@@ -78,7 +82,7 @@ def test_parts_of_a_whole_life(tmp_path):
 def test_without_the_flag_a_capture_ends_with_its_iteration(tmp_path):
     load = ["--load", tmp_path / "absent"]
     save = ["--save", tmp_path / "checkpoints", "--save-interval", 40]
-    life = life_of(tmp_path, *save, *load)
+    life = answer_of(tmp_path, *save, *load)["life"]["all"]
     assert life["assumed"] == {}
     parts = life["parts"]
     assert parts["model"]

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from megatron_prism.core.program import Builder, Programs
-from megatron_prism.core.slices import ASSUMED_PARTS, MEMORY_PARTS
+from megatron_prism.core.slices import ASSUMED_PARTS, MEMORY_PARTS, SAVED_BYTES
 from megatron_prism.core.world import World
 from megatron_prism.features.fit.fit import fit
 from megatron_prism.features.life.ending import shorten
-from megatron_prism.memory import part_peaks
+from megatron_prism.memory import part_peaks, saved_bytes
 
 MIB = 1 << 20
 STEADY = 320 * MIB
@@ -157,3 +157,56 @@ def test_a_job_ends_behind_the_step_that_begins(eval_iters, shortened):
         False,
         False,
     )
+
+
+def writes(text, world=None, program_of=(0,)):
+    """A job whose first rank writes what ``text`` says."""
+    made = job({"load": LOAD})
+    source = {**made.source, SAVED_BYTES: f"0={text}"}
+    return Programs(world or World(1), made.programs, list(program_of), source=source)
+
+
+DIVIDED = "own:100,shared:800,divided:1,async:1,expanded:0"
+
+
+def test_what_ranks_write_is_read_back():
+    written = saved_bytes.SavedBytes(7, 9, False, True, 3)
+    text = written.as_text()
+    assert " " not in text
+    assert saved_bytes.of_source({SAVED_BYTES: f"4={text}"}) == {4: written}
+
+
+@pytest.mark.parametrize("text", ["", "own:1", DIVIDED + ",", DIVIDED.replace("own:", "own:-")])
+def test_a_source_that_lies_of_writes_has_none(text):
+    assert saved_bytes.of_source({SAVED_BYTES: f"0={text}"}) == {}
+
+
+def test_ranks_of_a_group_divide_what_all_of_them_have():
+    need = saved_bytes.saving_need(writes(DIVIDED, World(8, tp=2), [0] * 8))
+    # four replicas
+    assert need.rank_bytes == 100 + 200
+    assert need.node_bytes == 8 * 300
+    assert need.node_ranks == 8
+
+
+def test_without_parallel_saving_the_first_replica_writes_all():
+    text = DIVIDED.replace("divided:1", "divided:0")
+    need = saved_bytes.saving_need(writes(text, World(8, tp=2), [0] * 8))
+    assert need.rank_bytes == 900
+    # two tensor-parallel ranks of the first replica, and six others' own states
+    assert need.node_bytes == 2 * 900 + 6 * 100
+
+
+def test_the_answer_says_what_saving_takes_of_the_host():
+    answered = fit(writes(DIVIDED), limit=1 << 40, device=None)
+    saving = answered.to_json()["saving"]
+    assert (saving["rank_bytes"], saving["is_async"]) == (900, True)
+    text = " ".join(answered.to_text().split())
+    assert "saving copies 900 B to the host a rank, 900 B a node of 1; the copies stay" in text
+    assert "in bf16" not in text
+    text = DIVIDED.replace("async:1,expanded:0", "async:0,expanded:2048")
+    answered = fit(writes(text), limit=1 << 40, device=None)
+    text = " ".join(answered.to_text().split())
+    assert "the copies stay" not in text
+    assert "on the device in bf16, too: 2 KiB" in text
+    assert "saving copies" not in fit(job({"load": LOAD}), limit=1 << 40, device=None).to_text()

@@ -31,6 +31,7 @@ MOE = (
     "--moe-token-dispatcher-type alltoall"
 ).split()
 
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", 2)
 GQA = ("--group-query-attention", "--num-query-groups", 1)
 ETP2 = (*TP2, "--expert-tensor-parallel-size", 2, "--sequence-parallel")
 
@@ -62,12 +63,22 @@ PAIRS = {
         (*NAMES, "--make-vocab-size-divisible-by", 384),
         "",
     ),
+    # a bucket of one layer is padded, and Megatron saves the embedding's states behind it shifted
+    "tp2 to vpp2": ("tp2", 2, (*VPP2, *NAMES), ""),
+    "pp2 to vpp2": ("pp2", 2, (*VPP2, *NAMES), ""),
     "pp2 to tp2": ("pp2", 2, (*TP2, *NAMES), ""),
     "more tensor-parallel ranks than query groups": (
         "one query group",
         2,
         (*TP2, *NAMES, *GQA),
         "",
+    ),
+    # the last stage alone ends: Megatron 0.19 has no name for its copy of tied embeddings
+    "multi-token prediction to pp2": (
+        "multi-token prediction",
+        2,
+        (*PP2, *NAMES, *MTP),
+        "output_layer.weight",
     ),
     "multi-token prediction to tp2": ("multi-token prediction", 2, (*TP2, *NAMES, *MTP), ""),
     "ep2 to etp2": ("ep2", 2, (*ETP2, *NAMES, *MOE), "KeyError"),
@@ -77,6 +88,7 @@ PAIRS = {
     # with expert parallelism Megatron has an optimizer more, for experts
     "ep2 to one": ("ep2", 1, (*NAMES, *MOE), "KeyError"),
 }
+REFUSED_BY_SOME = {"multi-token prediction to pp2"}  # of whose ranks some could load
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +132,15 @@ def test_a_plan_is_what_happens(name, worlds, saved, tmp_path):
     words = [*JOB, *flags, "--load", saved(layout)]
     plans = [worlds.plan(size, rank, words, tmp_path / "plan") for rank in range(size)]
     answers = worlds.real(size, [*words, "--save", tmp_path / "ck"], tmp_path / "real")
-    assert all(bool(plan["refusal"]) == bool(refusal) for plan in plans), plans[0]["refusal"]
+    refusals = [plan["refusal"] for plan in plans if plan["refusal"]]
+    if name not in REFUSED_BY_SOME:
+        assert len(refusals) == (size if refusal else 0), refusals
     # a job of no iteration more is untrained, whatever it has loaded and saved
     tracker = tmp_path / "ck" / "latest_checkpointed_iteration.txt"
     assert tracker.is_file() != bool(refusal), answers[0][1][-3000:]
     if refusal:
-        assert all(refusal in plan["refusal"] for plan in plans)
+        assert refusals
+        assert all(refusal in told for told in refusals)
         assert any(refusal in said for _, said in answers)
         return
 
@@ -135,6 +150,18 @@ def test_a_plan_is_what_happens(name, worlds, saved, tmp_path):
     before, after = tensors_of(saved(layout)), tensors_of(tmp_path / "ck")
     states = [key for key in after if key.startswith("optimizer.state.")]
     assert states or "buckets" in layout
+    shifts = {}
+    for plan in plans:
+        shifts |= plan["shifted_states"]
+    assert bool(shifts) == ("vpp2" in name)
     for key in before.keys() & after.keys():
-        if before[key].shape == after[key].shape:
-            assert torch.equal(before[key], after[key]), key
+        if before[key].shape != after[key].shape:
+            continue
+        parameter = key.removeprefix("optimizer.state.").partition(".")[2]
+        elements = shifts.get(parameter, 0) if key.startswith("optimizer.state.") else 0
+        stored, saved = before[key].flatten(), after[key].flatten()
+        # what Megatron's save has lost was foreseen: shifted, with zeros behind
+        if elements:
+            assert not torch.equal(stored, saved), key
+            stored = torch.cat([stored[elements:], torch.zeros(elements)])
+        assert torch.equal(stored, saved), key

@@ -34,6 +34,7 @@ def told(rank, refusal="", **matches):
         "load_peak": 64,
         "stand_in": False,
         "refusal": refusal,
+        "shifted_states": {},
     }
 
 
@@ -91,3 +92,17 @@ def test_ranks_of_a_large_job_stand_for_their_stage_and_experts():
     places = {(world.coordinates(rank).pp, world.coordinates(rank).ep) for rank in ranks}
     assert len(ranks) == len(places) == 8
     assert representatives(World(8, tp=4)) == tuple(range(8))
+
+
+def test_states_that_the_next_save_shifts_are_named():
+    """Of all ranks together; where none are, nothing is said."""
+    first, second = told(0, a="same"), told(1, a="same")
+    assert "saved again" not in combined([first, second]).to_text()
+    first["shifted_states"] = {"embedding.weight": 64}
+    second["shifted_states"] = {"layers.1.weight": 1}
+    plan = combined([first, second])
+    assert plan.to_json()["shifted_states"] == {"embedding.weight": 64, "layers.1.weight": 1}
+    text = plan.to_text()
+    assert "states of 2 parameters are lost" in text
+    assert "embedding.weight  by 64 elements" in text
+    assert "layers.1.weight  by 1 element\n" in text
