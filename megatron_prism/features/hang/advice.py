@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import waits
+from megatron_prism.features.hang.calls import Entry
 from megatron_prism.features.hang.consistency import EPOCH_NS
-from megatron_prism.features.hang.dumps import UNNAMED, Entry
+from megatron_prism.features.hang.dumps import UNNAMED
 from megatron_prism.features.hang.logs import op_type
 from megatron_prism.features.hang.mismatch import is_batched
 from megatron_prism.features.hang.state import JobState
@@ -35,6 +36,7 @@ class _Deadline:
 
     due_ns: int
     rank: int
+    place: int
     entry: Entry
 
 
@@ -42,13 +44,18 @@ def first_watchdog(state: JobState) -> str:
     """Say which rank's watchdog fires first, and what it prints; "" where no call has a time."""
     deadlines: list[_Deadline] = []
     for rank, calls in state.outstanding.items():
-        for entry in calls:
-            if entry.created_ns > EPOCH_NS and entry.timeout_ms > 0:
+        # of each part the first call is due first
+        parts_and_places = zip(calls.parts, calls.places_of_part, strict=True)
+        for part, places in parts_and_places:
+            with_clock = places[calls.created_ns[places] > EPOCH_NS]
+            if part.timeout_ms > 0 and len(with_clock):
+                place = int(with_clock[calls.created_ns[with_clock].argmin()])
+                entry = calls[place]
                 due_ns = entry.created_ns + entry.timeout_ms * 10**6
-                deadlines.append(_Deadline(due_ns, rank, entry))
+                deadlines.append(_Deadline(due_ns, rank, place, entry))
     if not deadlines:
         return ""
-    first = min(deadlines, key=lambda deadline: (deadline.due_ns, deadline.rank))
+    first = min(deadlines, key=lambda deadline: (deadline.due_ns, deadline.rank, deadline.place))
     oldest_ns = min(deadline.entry.created_ns for deadline in deadlines)
     after_s = (first.due_ns - oldest_ns) / 1e9
     is_in_batch = bool(is_batched(state, first.rank, first.entry))
@@ -62,9 +69,18 @@ def _unlike_timeouts(state: JobState) -> str:
     """Say which groups have another time-out than most, by the calls in the dumps."""
     timeout_of_desc: dict[str, int] = {}
     for dump in state.dumps.values():
-        for entry in dump.entries:
-            if entry.timeout_ms > 0:
-                timeout_of_desc[entry.desc] = entry.timeout_ms
+        calls = dump.entries
+        timed = [part for part in calls.parts if part.timeout_ms > 0]
+        for part in timed:
+            timeout_of_desc.setdefault(part.desc, part.timeout_ms)
+
+        # the time-out of a group's last call counts
+        last_place = {
+            part: int(places[-1])
+            for part, places in zip(calls.parts, calls.places_of_part, strict=True)
+        }
+        for part in sorted(timed, key=lambda part: last_place[part]):  # noqa: B023
+            timeout_of_desc[part.desc] = part.timeout_ms
     usual_ms = Counter(timeout_of_desc.values()).most_common(1)[0][0]
     unlike: list[str] = []
     for desc, timeout_ms in sorted(timeout_of_desc.items()):

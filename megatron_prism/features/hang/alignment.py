@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_prism.core.ops import CODE, DTYPE_WORDS, IS_NCCL, Op
 from megatron_prism.core.program import Programs
-from megatron_prism.features.hang.dumps import Entry
+from megatron_prism.features.hang.calls import Entry
 from megatron_prism.features.hang.state import JobState
 
 _STRETCH = 256  # calls of the history that are compared

@@ -16,7 +16,8 @@ from dataclasses import replace
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import advice, consistency, fingerprints, rules, waits
-from megatron_prism.features.hang.dumps import UNNAMED, DumpSet, Entry
+from megatron_prism.features.hang.calls import Entry
+from megatron_prism.features.hang.dumps import UNNAMED, DumpSet
 from megatron_prism.features.hang.fingerprints import Disagreement
 from megatron_prism.features.hang.mismatch import find_mismatches
 from megatron_prism.features.hang.rules import Judgement, Rule, When

@@ -27,7 +27,8 @@ from megatron_prism.emulate import workers
 from megatron_prism.emulate.script_job import Job
 
 if TYPE_CHECKING:
-    from megatron_prism.features.hang.dumps import DumpSet, Entry
+    from megatron_prism.features.hang.calls import Entry
+    from megatron_prism.features.hang.dumps import DumpSet
     from megatron_prism.features.hang.hypotheses import Confirmation
     from megatron_prism.features.hang.verdict import Diagnosis
 

@@ -22,10 +22,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import waits
-from megatron_prism.features.hang.dumps import Dump, DumpSet, Group, Launch
+from megatron_prism.features.hang.calls import CallPart, Launch
+from megatron_prism.features.hang.dumps import Dump, DumpSet, Group
 from megatron_prism.features.hang.siblings import fewest_at_odds
 from megatron_prism.features.hang.state import CallKey, JobState, issue_order, key_of
 from megatron_prism.features.hang.verdict import Diagnosis
@@ -124,7 +127,7 @@ def _are_too_many(observed: DumpSet, apart: Collection[int], stale: Collection[i
     # an abort leaves nothing outstanding: other dumps are of ranks that were moving
     moving = set(stale)
     for rank in apart:
-        if any(not entry.done for entry in observed.dumps[rank].entries):
+        if any(not part.done for part in observed.dumps[rank].entries.parts):
             moving.add(rank)
     return len(moving) > max(1, dump_count // _MOVED)
 
@@ -219,10 +222,14 @@ def _oldest_wait(state: JobState) -> _Wait:
     for rank, dump in state.dumps.items():
         if not dump.written_ns:
             continue
-        for entry in state.outstanding[rank]:
-            if entry.created_ns <= EPOCH_NS:
+        calls = state.outstanding[rank]
+        parts_and_places = zip(calls.parts, calls.places_of_part, strict=True)
+        for part, places in parts_and_places:
+            issued_ns = calls.created_ns[places]
+            issued_ns = issued_ns[issued_ns > EPOCH_NS]
+            if not len(issued_ns):
                 continue
-            wait = _Wait(dump.written_ns - entry.created_ns, entry.timeout_ms * 10**6)
+            wait = _Wait(dump.written_ns - int(issued_ns.min()), part.timeout_ms * 10**6)
 
             # where clocks differ it may be negative: it counts, too
             if not is_known or wait > oldest:
@@ -271,8 +278,8 @@ def position(dump: Dump) -> tuple[object, ...]:
     last_record = -1
     if dump.entries:
         last_record = dump.entries[-1].record
-    outstanding = [entry.launch for entry in dump.entries if not entry.done]
-    return dict(dump.status), last_record, outstanding
+    outstanding = dump.entries.taken(~dump.entries.done)
+    return dict(dump.status), last_record, outstanding.launches()
 
 
 def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]) -> list[int]:
@@ -389,12 +396,16 @@ def _with_distinct_descriptions(observed: DumpSet) -> DumpSet:
         for name, group in dump.groups.items():
             if group.desc in shared:
                 distinct_groups[name] = replace(group, desc=f"{group.desc} (group {name})")
-        entries = list(dump.entries)
-        for place, entry in enumerate(entries):
-            if entry.desc in shared:
-                entries[place] = entry._replace(desc=f"{entry.desc} (group {entry.group})")
-        dumps[rank] = replace(dump, groups=distinct_groups, entries=tuple(entries))
+        entries = dump.entries.with_descriptions(lambda part: _distinct_desc(part, shared))
+        dumps[rank] = replace(dump, groups=distinct_groups, entries=entries)
     return replace(observed, dumps=dumps)
+
+
+def _distinct_desc(part: CallPart, shared: Collection[str]) -> str:
+    """Return the description of a call's group, with its name where others share it."""
+    if part.desc in shared:
+        return f"{part.desc} (group {part.group})"
+    return part.desc
 
 
 def _counts_collectives(state: JobState, group: Group) -> bool:
@@ -434,10 +445,11 @@ def _first_joint_calls(state: JobState) -> dict[str, tuple[int, str]]:
     """Return group -> (number, operation) of its first outstanding call that needs everybody."""
     first_calls: dict[str, tuple[int, str]] = {}
     for outstanding in state.outstanding.values():
-        for entry in outstanding:
-            call = entry.seq, entry.op
-            if entry.op in _JOINT and call <= first_calls.get(entry.group, call):
-                first_calls[entry.group] = call
+        parts_and_places = zip(outstanding.parts, outstanding.places_of_part, strict=True)
+        for part, places in parts_and_places:
+            if part.op in _JOINT:
+                call = int(outstanding.seq[places].min()), part.op
+                first_calls[part.group] = min(call, first_calls.get(part.group, call))
     return first_calls
 
 
@@ -552,7 +564,7 @@ def _never_met(observed: DumpSet, disputed_group: Mapping[int, Group]) -> bool:
     for dump in observed.dumps.values():
         if any(dump.status[name].completed >= 1 for name in names & dump.status.keys()):
             return False
-        if any(entry.done and entry.group in names for entry in dump.entries):
+        if any(part.done and part.group in names for part in dump.entries.parts):
             return False
     return True
 
@@ -626,9 +638,11 @@ def _joint(state: JobState, name: str, first: int, last: int) -> bool:
             break
         if rank not in state.dumps:
             continue
-        for entry in state.dumps[rank].entries:
-            if entry.group == name and not entry.pair and first <= entry.seq <= last:
-                op_of_call[entry.seq] = entry.op
+        calls = state.dumps[rank].entries
+        places = calls.collectives_of_group.get(name, np.empty(0, np.int64))
+        places = places[(calls.seq[places] >= first) & (calls.seq[places] <= last)]
+        for entry in calls.taken(places):
+            op_of_call[entry.seq] = entry.op
 
     # no call is known: by what Megatron calls in such a group, or they are many
     if not op_of_call:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import multiprocessing
 import os
@@ -21,15 +20,17 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import DumpError, shown
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.foreign import bounded_memory
 from megatron_prism.features.hang import cut_json, recorded
+from megatron_prism.features.hang.calls import NO_CALLS, CallPart, Calls, Flags, Launch
 from megatron_prism.features.hang.log_lines import Differ
 from megatron_prism.features.hang.recorded import RawCall, RecordedCalls
 
@@ -58,43 +59,6 @@ class Status:
     completed: int
 
 
-Launch = tuple[str, bool, int]  # group, whether of messages, number in the group
-
-
-class Entry(NamedTuple):  # made by the million: a frozen dataclass takes four times as long
-    """One call.  ``op`` is a name of ``collectives.TABLE`` or the recorder's own word.
-
-    seq : place among the group's collectives, or for sends and receives among those
-    to  : group rank of the other side of a send or receive, else -1
-    ``numbers`` are the elements of (inputs, outputs), ``dtypes`` the recorder's words
-    """
-
-    record: int
-    group: str
-    desc: str
-    op: str
-    seq: int
-    calls: int  # collectives of the group up to here, also for sends and receives
-    to: int
-    numbers: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[str, ...]
-    state: str
-    done: bool
-    site: str
-    timeout_ms: int
-    created_ns: int
-
-    @property
-    def pair(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.to >= 0
-
-    @property
-    def launch(self) -> Launch:
-        """What all that is issued in one batch has in common."""
-        return self.group, self.pair, self.seq
-
-
 @dataclass(frozen=True, slots=True)
 class Dump:
     """One rank's dump; ``notes`` says what it lacks.
@@ -113,12 +77,12 @@ class Dump:
     version: str
     groups: Mapping[str, Group]
     status: Mapping[str, Status]
-    entries: tuple[Entry, ...]
+    entries: Calls
     notes: tuple[str, ...] = ()
     ids: Mapping[str, str] = field(default_factory=dict)
     unnamed: Mapping[str, Status] = field(default_factory=dict)
     written_ns: int = 0
-    messages: tuple[Entry, ...] = ()
+    messages: Calls = field(default_factory=lambda: NO_CALLS)
     assumed: frozenset[str] = frozenset()
     is_cut: bool = False
 
@@ -186,44 +150,33 @@ class DumpSet:
         return found
 
 
-_entry_of = functools.partial(tuple.__new__, Entry)  # Entry._make, without a frame of Python
-
-
-def entries_of(calls: RecordedCalls) -> tuple[Entry, ...]:
-    """Return all calls as entries, in the order of the dump."""
-    if not calls.shared:
-        return ()
-    parts = zip(*calls.shared, strict=True)
-    groups, descs, ops, peers, numbers, dtypes, states, are_done, sites, _, _ = parts
+def calls_of(recorded_calls: RecordedCalls) -> Calls:
+    """Return recorded calls, in the order of the dump."""
+    is_message = np.array([part.call.to >= 0 for part in recorded_calls.parts], np.bool_)
 
     # a message is counted among the messages of its group
-    seqs = calls.collectives
-    if max(peers) >= 0:
-        seqs = list(seqs)
-        for place, peer in enumerate(peers):
-            if peer >= 0:
-                seqs[place] = calls.messages[place]
-    rows = zip(
-        calls.records,
-        groups,
-        descs,
-        ops,
+    seqs = recorded_calls.collectives
+    if is_message.any():
+        is_message_of_call = is_message[recorded_calls.part]
+        seqs = np.where(is_message_of_call, recorded_calls.messages, recorded_calls.collectives)
+
+    # calls of a group that was aborted and made again may read the same
+    index_of_part: dict[CallPart, int] = {}
+    indices: list[int] = []
+    for part in recorded_calls.parts:
+        indices.append(index_of_part.setdefault(part.call, len(index_of_part)))
+    calls = Calls(
+        tuple(index_of_part),
+        np.array(indices, np.int64)[recorded_calls.part],
+        recorded_calls.records,
         seqs,
-        calls.collectives,
-        peers,
-        numbers,
-        dtypes,
-        states,
-        are_done,
-        sites,
-        calls.timeouts_ms,
-        calls.created_ns,
-        strict=True,
+        recorded_calls.collectives,
+        recorded_calls.created_ns,
     )
-    return tuple(map(_entry_of, rows))
+    return calls.taken(np.arange(len(calls)))
 
 
-def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
+def of_batches(calls: Calls, ended: Collection[str] = ()) -> Calls:
     """With the state of its batch for what was issued in one (``batch_isend_irecv``, coalesced).
 
     ended : groups in which, by their counters, everything that was issued is over
@@ -231,51 +184,119 @@ def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple
     torch never updates these records themselves: they stay "scheduled" for good, also among the
     outstanding ones, and only the record that closes the batch ends (pytorch issue 137969).
     """
-    ends = [at for at, entry in enumerate(entries) if entry.op == "coalesced"]
-    if not ends and any(entry.done for entry in entries):
-        return entries
-    made, closed, cut = list(entries), set(ends), 0
-    before: dict[str, list[int]] = {}  # records of each group since its last batch
-    for end, last in enumerate(made):
-        since = before.setdefault(last.group, [])
-        if last.op != "coalesced":
-            since.append(end)
+    closing_groups = {part.group for part in calls.parts if part.closes_batch}
+    if not closing_groups and calls.is_history:
+        return calls
+    changed: dict[int, CallPart] = {}
+    closed = np.zeros(len(calls), np.bool_)
+    first_kept = 0
+    for group in closing_groups:
+        batches = _batches_of_group(calls, group)
+        for batch in batches:
+            closed[batch.closing] = True
+            closing = calls.parts[calls.part[batch.closing]]
+            for place in batch.members:
+                closed[place] = True
+                part = calls.parts[calls.part[place]]
+                changed[place] = part._replace(state=closing.state, done=closing.done)
+
+            # the ring may hold only the end of it, which is like no sibling's
+            if 0 in batch.members and closing.done and calls.record[0] > 0:
+                first_kept = batch.closing + 1
+    with_states = calls.with_parts(changed)
+    if with_states.is_history:
+        return with_states[first_kept:]
+    return with_states.taken(_outstanding(with_states, closed, ended))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch whose closing record is there.
+
+    Attributes:
+        closing: Place of the record that closes it.
+        members: Places of the calls that were issued in it; none where they have no records.
+    """
+
+    closing: int
+    members: list[int]
+
+
+def _batches_of_group(calls: Calls, group: str) -> list[_Batch]:
+    """Return the batches of a group whose closing records are there, in their order."""
+    places = calls.places(lambda part: part.group == group).tolist()
+    closes_batch = calls.flags(lambda part: part.closes_batch)[places].tolist()
+    is_message = calls.pair[places].tolist()
+    seqs = calls.seq[places].tolist()
+    batches: list[_Batch] = []
+    first_since = 0
+    for end, closes in enumerate(closes_batch):
+        if not closes:
             continue
-        before[last.group] = []
-        if not since or not made[since[-1]].pair and made[since[-1]].seq != last.seq:
-            continue  # before torch 2.7 what is inside a batch of collectives has no record
-        launch = made[since[-1]].launch
-        while since and made[since[-1]].launch == launch:
-            at = since.pop()
-            closed.add(at)
-            made[at] = made[at]._replace(state=last.state, done=last.done)
-            if not at and last.done and made[0].record > 0:
-                cut = end + 1  # the ring may hold only the end of it, which is like no sibling's
-    if any(entry.done for entry in made):
-        return tuple(made[cut:])
-    # only what is outstanding: batches that ended are left without the record that says so
-    issued = Counter(e.launch for at, e in enumerate(made) if at not in closed and e.seq >= 0)
-    batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}
-    batched |= {made[at].group for at in closed if made[at].pair} | set(ended)
-    return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
-        issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
+        members: list[int] = []
+        last = end - 1
+
+        # before torch 2.7 what is inside a batch of collectives has no record
+        has_records = last >= first_since and (is_message[last] or seqs[last] == seqs[end])
+        if has_records:
+            launch = is_message[last], seqs[last]
+            while last >= first_since and (is_message[last], seqs[last]) == launch:
+                members.append(places[last])
+                last -= 1
+        batches.append(_Batch(places[end], members))
+        first_since = end + 1
+    return batches
 
 
-def _whole_messages(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def _outstanding(calls: Calls, closed: Flags, ended: Collection[str]) -> Flags:
+    """Tell which calls of a dump of outstanding calls are outstanding.
+
+    Batches that ended are left without the record that says so.
+
+    Args:
+        calls: The calls.
+        closed: Which of them belong to a batch whose closing record is there.
+        ended: Groups in which, by their counters, everything that was issued is over.
+    """
+    launches = calls.launches()
+    is_closed = closed.tolist()
+    issued: Counter[Launch] = Counter()
+    for place, launch in enumerate(launches):
+        if not is_closed[place] and launch[2] >= 0:
+            issued[launch] += 1
+
+    # groups of which some message is in a batch
+    batched = set(ended)
+    for (group, is_message, _), count in issued.items():
+        if is_message and count > 1:
+            batched.add(group)
+    for place in np.flatnonzero(closed & calls.pair).tolist():
+        batched.add(launches[place][0])
+
+    kept = closed | calls.flags(lambda part: part.state != "scheduled")
+    for place in np.flatnonzero(~kept).tolist():
+        group, is_message, _ = launches[place]
+        is_in_batch = is_message and group in batched
+        kept[place] = issued[launches[place]] < 2 and not is_in_batch
+    return kept
+
+
+def _whole_messages(calls: Calls) -> Calls:
     """Return its messages, if all of them are there: in batches, and none ended by its record."""
-    if any(entry.done for entry in entries):
-        return ()
-    messages = tuple(entry for entry in entries if entry.to >= 0)
-    last_number: dict[str, int] = {}
-    for message in messages:
+    if calls.is_history:
+        return NO_CALLS
+    messages = calls.taken(calls.pair)
+    for group in {part.group for part in messages.parts}:
+        places = messages.places(lambda part, group=group: part.group == group)
+
         # messages of one batch have one number; the next batch has the next
-        if message.seq - last_number.get(message.group, 0) not in (0, 1):
-            return ()
-        last_number[message.group] = message.seq
+        steps = np.diff(messages.seq[places], prepend=0)
+        if not np.isin(steps, (0, 1)).all():
+            return NO_CALLS
     return messages
 
 
-def aborted(calls: RecordedCalls) -> set[int]:
+def aborted(calls: RecordedCalls) -> list[int]:
     """Find calls that are over because they were aborted, not because they ended.
 
     ProcessGroupNCCL looks once more whether a call ended before it retires it.  Where the kernel
@@ -285,28 +306,34 @@ def aborted(calls: RecordedCalls) -> set[int]:
     Returns:
         Places of the last calls of groups.
     """
-    last_issued_ns = max(calls.created_ns, default=0)
-    names_of_nccl = {part.group for part in calls.shared if part.is_nccl}
-    ended_groups: set[str] = set()
-    places: set[int] = set()
-    for place in reversed(range(len(calls.shared))):
-        part = calls.shared[place]
-        if not part.is_retired or not part.is_nccl or part.group in ended_groups:
-            continue
-        end_ns = max(calls.ended_ns[place], 0)
-        limit_ns = calls.timeouts_ms[place] * 10**6
-        waited_ns = end_ns - max(calls.created_ns[place], 0)
-        is_late = 0 < limit_ns <= waited_ns and end_ns > last_issued_ns
-        if part.state != "completed" or is_late:
-            places.add(place)
-            continue
+    last_issued_ns = calls.created_ns.max(initial=0)
+    end_ns = np.maximum(calls.ended_ns, 0)
+    waited_ns = end_ns - np.maximum(calls.created_ns, 0)
+    parts_of_group: dict[str, list[int]] = defaultdict(list)
+    limits_ns: list[int] = []
+    for index, part in enumerate(calls.parts):
+        # longer than any clock: such a limit is never over
+        limits_ns.append(min(part.call.timeout_ms * 10**6, _LONGEST_NS))
+        if part.is_retired and part.is_nccl:
+            parts_of_group[part.call.group].append(index)
+    limit_ns = np.array(limits_ns, np.int64)[calls.part]
+    is_late = (limit_ns > 0) & (waited_ns >= limit_ns) & (end_ns > last_issued_ns)
+    is_completed = np.array([part.call.state == "completed" for part in calls.parts], np.bool_)
+    is_over = ~is_completed[calls.part] | is_late
 
+    places: list[int] = []
+    for indices in parts_of_group.values():
         # what a group made before a call that ended did end
-        ended_groups.add(part.group)
-        if ended_groups == names_of_nccl:
-            break
+        of_group = np.flatnonzero(np.isin(calls.part, indices))
+        ended = np.flatnonzero(~is_over[of_group])
+        first_aborted = 0
+        if len(ended):
+            first_aborted = int(ended[-1]) + 1
+        places += of_group[first_aborted:].tolist()
     return places
 
+
+_LONGEST_NS = (1 << 63) - 1
 
 _ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?(?:\.gz)?$"
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})" + _ENDING)
@@ -371,7 +398,7 @@ def _is_of(dump: Dump) -> None:
 
     Nothing in it says whose it is, but whoever calls in a group is a member of it.
     """
-    used = {entry.group for entry in dump.entries}
+    used = {part.group for part in dump.entries.parts}
     used |= {name for name, status in dump.status.items() if status.enqueued > 0}
     members = [dump.groups[n].ranks for n in used if n in dump.groups and dump.groups[n].ranks]
     other = next((ranks for ranks in members if dump.rank not in ranks), None)
@@ -561,8 +588,8 @@ def _before_cut(value: _CutValue, rank: int) -> Dump:
 def _ended_before_cut(value: Mapping[object, object], rank: int) -> Dump:
     """Read the calls of a dump that ended before its cut."""
     dump = of_value(value, rank)
-    ended = tuple(entry for entry in dump.entries if entry.done)
-    return replace(dump, entries=ended, messages=(), is_cut=True)
+    ended = dump.entries.taken(dump.entries.done)
+    return replace(dump, entries=ended, messages=NO_CALLS, is_cut=True)
 
 
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -639,16 +666,16 @@ def _of_head(head: _RawHead, calls: RecordedCalls, rank: int) -> Dump:
         notes.append("calls of groups that were aborted and made again are left out")
 
     # calls, by their records and by the batches in which they were issued
-    entries = entries_of(calls)
+    entries = calls_of(calls)
     aborted_places = aborted(calls)
     if aborted_places:
-        marked = list(entries)
+        marked: dict[int, CallPart] = {}
         for place in aborted_places:
-            marked[place] = marked[place]._replace(done=False)
-        entries = tuple(marked)
+            marked[place] = calls.parts[calls.part[place]].call._replace(done=False)
+        entries = entries.with_parts(marked)
         notes.append("calls that were aborted count as outstanding")
-    if calls.records != sorted(calls.records):
-        entries = tuple(sorted(entries, key=lambda entry: entry.record))
+    if (np.diff(calls.records) < 0).any():
+        entries = entries.taken(np.argsort(entries.record, kind="stable"))
     names = _names_of_ids(status, groups, calls)
     named = {names[number]: counters for number, counters in status.items() if number in names}
     messages = _whole_messages(entries)
@@ -763,35 +790,9 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
 _Loaded = Generator[tuple[int, Dump | DumpError], None, None]
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A dump on its way between processes.
-
-    Attributes:
-        dump: The dump without its calls.
-        entries: Its entries as plain tuples, which are packed and unpacked in C.
-        messages: Its messages, likewise.
-    """
-
-    dump: Dump
-    entries: tuple[tuple[object, ...], ...]
-    messages: tuple[tuple[object, ...], ...]
-
-    def received(self) -> Dump:
-        """Return the dump with its calls."""
-        entries = tuple(map(_entry_of, self.entries))
-        return replace(self.dump, entries=entries, messages=tuple(map(_entry_of, self.messages)))
-
-
-def _sent(dump: Dump) -> _Sent:
-    """Take a dump apart for another process."""
-    plain = tuple(map(tuple, dump.entries))
-    return _Sent(replace(dump, entries=(), messages=()), plain, tuple(map(tuple, dump.messages)))
-
-
 def _loaded(files: dict[int, Path], processes: int) -> _Loaded:
     """(rank, its dump), ranks ascending; few are under way, so that none waits in memory."""
-    todo, running = iter(sorted(files)), deque[tuple[int, Future[_Sent | DumpError]]]()
+    todo, running = iter(sorted(files)), deque[tuple[int, Future[Dump | DumpError]]]()
     largest = max(file.stat().st_size for file in files.values())
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _start_worker) as pool:
@@ -802,8 +803,7 @@ def _loaded(files: dict[int, Path], processes: int) -> _Loaded:
                 if not running:
                     return
                 rank, future = running.popleft()
-                result = future.result()
-                yield rank, result.received() if isinstance(result, _Sent) else result
+                yield rank, future.result()
         except BrokenProcessPool as error:
             raise DumpError(
                 f"a process that read the dumps in {next(iter(files.values())).parent} was killed",
@@ -826,7 +826,6 @@ def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
     os._exit(1)
 
 
-def _load(rank: int, file: Path, largest: int) -> _Sent | DumpError:
+def _load(rank: int, file: Path, largest: int) -> Dump | DumpError:
     with bounded_memory(largest), no_collector():
-        result = load(rank, file)
-        return _sent(result) if isinstance(result, Dump) else result
+        return load(rank, file)

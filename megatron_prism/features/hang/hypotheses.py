@@ -27,7 +27,8 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.features.hang.alignment import Alignment, Place, as_dumped, key, recorded, seen
-from megatron_prism.features.hang.dumps import DumpSet, Entry
+from megatron_prism.features.hang.calls import Entry
+from megatron_prism.features.hang.dumps import DumpSet
 from megatron_prism.features.hang.mismatch import find_mismatches
 from megatron_prism.features.hang.planting import exchanged, twice, with_ops, without
 from megatron_prism.features.hang.siblings import (

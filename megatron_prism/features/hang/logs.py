@@ -26,11 +26,11 @@ from megatron_prism.core.errors import DumpError, PrismError
 from megatron_prism.core.world import World
 from megatron_prism.features.hang import log_grammar, log_lines
 from megatron_prism.features.hang.attempts import Record, last_attempt
+from megatron_prism.features.hang.calls import Calls, Entry
 from megatron_prism.features.hang.dumps import (
     UNNAMED,
     Dump,
     DumpSet,
-    Entry,
     Group,
     RankEvent,
     RankWait,
@@ -709,7 +709,7 @@ class _Job:
                     status[name] = Status(enqueued[name], -1, completed[name])
             elif (whole_job or speaker.stack) and not speaker.counts and not _failed(speaker):
                 continue  # it says nothing of its calls: as if it had left no dump
-            entries = tuple(self._entries(rank, speaker, own))
+            entries = Calls.of(self._entries(rank, speaker, own))
             dumps[rank] = Dump(rank, "log", own, status, entries, ("a log, no dump",),
                                assumed=frozenset(unknown))  # fmt: skip
         return dumps

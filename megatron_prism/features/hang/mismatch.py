@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_prism.features.hang.dumps import Entry, Launch
-from megatron_prism.features.hang.state import JobState, call_text
+import numpy as np
+
+from megatron_prism.features.hang.calls import CallPart, Calls, Entry, Integers
+from megatron_prism.features.hang.state import JobState, NumberedCalls, call_text
 
 _HALVES = {"Half", "BFloat16"}  # a job computes in one of them; others have their places
 SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier")
-Calls = dict[int, list[Entry]]
+CallsOfRanks = dict[int, list[Entry]]
 
 
 Sign = tuple[str, tuple[str, ...], object]  # operation, dtypes, shape
@@ -82,62 +84,83 @@ def find_mismatches(state: JobState) -> list[Mismatch]:
     Returns:
         The first such call of each group, and messages that do not fit; earliest first.
     """
-    mismatches = list(_messages(state))
-    awaited_calls: dict[Launch, Entry] = {}
-    for outstanding in state.outstanding.values():
-        for entry in outstanding:
-            if entry.to < 0:
-                awaited_calls[entry.group, False, entry.seq] = entry
-
-    # of each group the calls in the order of issue, until one differs
-    decided_groups: set[str] = set()
-    calls_of_members: dict[str, list[tuple[int, Mapping[int, list[Entry]]]]] = {}
-    for (name, _, seq), entry in sorted(awaited_calls.items(), key=lambda call: call[0][2]):
-        if name in decided_groups:
-            continue
-        if name not in calls_of_members:
-            members = state.groups[name].ranks
-            calls_of_members[name] = [
-                (rank, state.numbered(rank).get(entry.desc, {})) for rank in members
-            ]
-        numbered_calls = calls_of_members[name]
-        if _is_plainly_alike([numbered.get(seq) for _, numbered in numbered_calls]):
-            continue
-        calls: Calls = {}
-        for rank, numbered in numbered_calls:
-            if seq in numbered:
-                calls[rank] = numbered[seq]
-        if not calls:
-            continue
-        mismatch = _compare(state, calls)
-        if mismatch is not None:
-            decided_groups.add(name)
-            mismatches.append(mismatch)
+    ordered: list[tuple[tuple[int, ...], Mismatch]] = []
+    for place, mismatch in enumerate(_messages(state)):
+        ordered.append(((-1, place), mismatch))
+    for name, awaited in state.awaited.items():
+        # of each group the calls in the order of their numbers, until one differs
+        desc = awaited.last(awaited.numbers[0]).desc
+        for number in _numbers_unlike(state, name, desc, awaited.numbers):
+            calls = _calls_of_members(state, name, desc, number)
+            mismatch = None
+            if calls:
+                mismatch = _compare(state, calls)
+            if mismatch is not None:
+                ordered.append(((number, *awaited.first_place(number)), mismatch))
+                break
+    ordered.sort(key=lambda row: row[0])
+    mismatches = [mismatch for _, mismatch in ordered]
     return sorted(mismatches, key=lambda mismatch: mismatch.entry.created_ns)
 
 
-def _is_plainly_alike(calls_of_members: Sequence[list[Entry] | None]) -> bool:
-    """Tell whether all members made one single call, each the same: the common case, at once.
+def _calls_of_members(state: JobState, name: str, desc: str, number: int) -> CallsOfRanks:
+    """Return the calls of a number that the members of a group made."""
+    calls: CallsOfRanks = {}
+    for rank in state.groups[name].ranks:
+        entries = state.at(rank, desc, number)
+        if entries:
+            calls[rank] = entries
+    return calls
 
-    Calls that read the same may still not fit where each member has sizes of its own.
+
+def _numbers_unlike(
+    state: JobState, name: str, desc: str, awaited_numbers: Sequence[int]
+) -> list[int]:
+    """Return the numbers of awaited calls that members do not plainly make alike.
+
+    All members made one single call, each the same: that is the common case.  Calls that read the
+    same may still not fit where each member has sizes of its own.
+    """
+    numbers = np.array(awaited_numbers, np.int64)
+    are_alike = np.ones(len(numbers), np.bool_)
+    code_of_sign: dict[object, int] = {}
+    codes_of_first: Integers | None = None
+    for rank in state.groups[name].ranks:
+        codes = _codes_at(state.numbered(rank, desc), numbers, code_of_sign)
+        if codes_of_first is None:
+            codes_of_first = codes
+        are_alike &= (codes >= 0) & (codes == codes_of_first)
+    return numbers[~are_alike].tolist()
+
+
+def _codes_at(
+    numbered: NumberedCalls, numbers: Integers, code_of_sign: dict[object, int]
+) -> Integers:
+    """Return a code of what a rank calls at each number; equal calls have the same.
 
     Args:
-        calls_of_members: The calls of one number of each member; None: it has none recorded.
+        numbered: The rank's collectives.
+        numbers: Numbers of calls, ascending.
+        code_of_sign: Operation, dtypes and sizes -> code, which grows.
+
+    Returns:
+        Codes; -1 where the rank makes none or several calls, or one whose sizes may differ.
     """
-    calls_of_first = calls_of_members[0] if calls_of_members else None
-    if calls_of_first is None:
-        return False
-    first = calls_of_first[0]
-    if first.op not in SIZED:
-        return False
-    op, dtypes, numbers = first.op, first.dtypes, first.numbers
-    for calls in calls_of_members:
-        if calls is None or len(calls) > 1:
-            return False
-        entry = calls[0]
-        if entry.op != op or entry.dtypes != dtypes or entry.numbers != numbers:
-            return False
-    return True
+    codes_of_parts: list[int] = []
+    for part in numbered.calls.parts:
+        code = -1
+        if part.op in SIZED:
+            sign = part.op, part.dtypes, part.numbers
+            code = code_of_sign.setdefault(sign, len(code_of_sign))
+        codes_of_parts.append(code)
+    codes = np.full(len(numbers), -1)
+    firsts = np.searchsorted(numbered.numbers, numbers)
+    ends = np.searchsorted(numbered.numbers, numbers, "right")
+    are_single = ends - firsts == 1
+    places = numbered.places[firsts[are_single]]
+    if len(places):
+        codes[are_single] = np.array(codes_of_parts, np.int64)[numbered.calls.part[places]]
+    return codes
 
 
 def _onward(state: JobState, rank: int, call: Entry) -> list[Signature]:
@@ -177,7 +200,7 @@ class _RightCall:
     voted: bool
 
 
-def _compare(state: JobState, calls: Calls) -> Mismatch | None:
+def _compare(state: JobState, calls: CallsOfRanks) -> Mismatch | None:
     """Find how the members that made one call differ in it, and which of them is wrong."""
     signatures = {rank: signature(state, entries) for rank, entries in calls.items()}
     first_signature, *unlike_signatures = dict.fromkeys(signatures.values())
@@ -212,7 +235,7 @@ def _compare(state: JobState, calls: Calls) -> Mismatch | None:
 
 
 def _right_call(
-    state: JobState, calls: Calls, signatures: dict[int, Signature]
+    state: JobState, calls: CallsOfRanks, signatures: dict[int, Signature]
 ) -> _RightCall | None:
     """Find the call that is right.
 
@@ -272,7 +295,9 @@ def _majority(
     return _RightCall(called, examples[called], f"{count} others", voted=True)
 
 
-def _is_numbered_as_siblings(state: JobState, rank: int, call: Entry, members: Calls) -> bool:
+def _is_numbered_as_siblings(
+    state: JobState, rank: int, call: Entry, members: CallsOfRanks
+) -> bool:
     """Tell whether a later call of ``rank`` in that group has the number that siblings give it.
 
     The call must be unlike its neighbours: only then the rank left out none before it and made none
@@ -294,7 +319,7 @@ def _is_numbered_as_siblings(state: JobState, rank: int, call: Entry, members: C
     return False
 
 
-def _right_of_two(state: JobState, calls: Calls) -> int | None:
+def _right_of_two(state: JobState, calls: CallsOfRanks) -> int | None:
     """Find which of two members is right, where one makes a call that nobody else in the job makes.
 
     Where what follows fits with a shift by one, one of the two left out a call or made one more:
@@ -367,7 +392,7 @@ def _elsewhere(
         state: The job.
         like: The call of a member.
         members: Ranks that made it.
-        candidates: Calls that are in question; None: all.
+        candidates: CallsOfRanks that are in question; None: all.
 
     Yields:
         The call of a sibling, and its records.
@@ -402,28 +427,30 @@ def _unlike_the_job(
     Returns:
         0 or 1: the place in ``pair``; None if nothing decides.
     """
-    other_calls: list[Entry] = []
+    call_counts: Counter[CallPart] = Counter()
     for dump in state.dumps.values():
-        for entry in dump.entries:
-            if entry.op != "coalesced" and entry is not pair[0] and entry is not pair[1]:
-                other_calls.append(entry)
+        for part, places in zip(dump.entries.parts, dump.entries.places_of_part, strict=True):
+            if not part.closes_batch:
+                call_counts[part] += len(places)
+    call_counts.subtract([entry.part for entry in pair])
+    other_calls = [part for part, count in call_counts.items() if count > 0]
 
     # an aspect decides if both calls have it and the job knows one of them
     for aspect in (_whole_call, _operation, _half_precision):
         first, second = aspect(pair[0]), aspect(pair[1])
         if not first or not second:
             continue
-        aspects_of_job = {aspect(entry) for entry in other_calls}
+        aspects_of_job = {aspect(part) for part in other_calls}
         is_usual = [first in aspects_of_job, second in aspects_of_job]
         if is_usual[0] != is_usual[1]:
             return is_usual.index(False)
 
     # numbers of elements; a single element is a scalar and says nothing
     calls_with_size: Counter[int] = Counter()
-    for entry in other_calls:
-        for size in {*entry.numbers[0], *entry.numbers[1]}:
+    for part in other_calls:
+        for size in {*part.numbers[0], *part.numbers[1]}:
             if size > 1:
-                calls_with_size[size] += 1
+                calls_with_size[size] += call_counts[part]
     is_usual = []
     for own_sizes in sizes:
         is_usual.append(any(calls_with_size[size] > 1 for size in own_sizes))
@@ -432,7 +459,7 @@ def _unlike_the_job(
     return None
 
 
-def _whole_call(entry: Entry) -> object:
+def _whole_call(entry: Entry | CallPart) -> object:
     """Return group, operation, dtypes and sizes of a collective; False for a message."""
     if entry.pair:
         return False
@@ -442,12 +469,12 @@ def _whole_call(entry: Entry) -> object:
     return entry.desc, entry.op, entry.dtypes, numbers
 
 
-def _operation(entry: Entry) -> object:
+def _operation(entry: Entry | CallPart) -> object:
     """Return group, operation and dtypes of a collective; False for a message."""
     return not entry.pair and (entry.desc, entry.op, entry.dtypes)
 
 
-def _half_precision(entry: Entry) -> object:
+def _half_precision(entry: Entry | CallPart) -> object:
     """Return the dtype of a call in half precision; False, or nothing, for others."""
     return set(entry.dtypes) <= _HALVES and entry.dtypes[:1]
 
@@ -523,9 +550,10 @@ def _totals(state: JobState, calls: dict[int, list[Entry]]) -> Mismatch | None:
 def _messages(state: JobState) -> Iterator[Mismatch]:
     """Find sends and receives, the oldest of both sides, that do not fit."""
     for rank, outstanding in state.outstanding.items():
-        send = next((entry for entry in outstanding if entry.op == "send"), None)
-        if send is None:
+        sends = outstanding.places(lambda part: part.op == "send")
+        if not len(sends):
             continue
+        send = outstanding[int(sends[0])]
 
         # without a receive of the other side it waits, and nothing is compared
         receive = state.mate(rank, send)
@@ -600,12 +628,27 @@ def _batches_of_siblings(state: JobState, side: _Side) -> Counter[bool | None]:
     for sibling in state.siblings_of(side.rank):
         if sibling == side.rank:
             continue
-        for entry in state.dumps[sibling].entries:
-            is_like = entry.pair and entry.desc == side.entry.desc and entry.op == side.entry.op
-            if is_like and state.step(sibling, entry) == step:
-                votes[is_batched(state, sibling, entry)] += 1
-                break
+        entry = _first_like(state, sibling, side.entry, step)
+        if entry is not None:
+            votes[is_batched(state, sibling, entry)] += 1
     return votes
+
+
+def _first_like(state: JobState, rank: int, message: Entry, step: int) -> Entry | None:
+    """Return the first recorded message of ``rank`` that goes as many places further."""
+    calls = state.dumps[rank].entries
+    first_places: list[int] = []
+    for part, places in zip(calls.parts, calls.places_of_part, strict=True):
+        is_like = part.pair and part.desc == message.desc and part.op == message.op
+        if is_like and state.step(rank, part) == step:
+            first_places.append(int(places[0]))
+    return calls[min(first_places)] if first_places else None
+
+
+def _from(calls: Calls, first: Entry) -> Iterator[Entry]:
+    """Yield the calls of a rank from one of them on."""
+    for place in range(calls.place_of(first), len(calls)):
+        yield calls[place]
 
 
 def is_batched(state: JobState, rank: int, message: Entry) -> bool | None:
@@ -615,8 +658,7 @@ def is_batched(state: JobState, rank: int, message: Entry) -> bool | None:
         None where the records behind are not there, as in dumps without calls that ended.
     """
     entries = state.dumps[rank].entries
-    position = entries.index(message)
-    for record, entry in enumerate(entries[position:], message.record):
+    for record, entry in enumerate(_from(entries, message), message.record):
         # a record is missing
         if entry.record != record:
             return None

@@ -4,14 +4,13 @@ In : the ``entries`` of a dump as torch pickles them, or as JSON has them.  Out:
 
 The dumps of a job hold millions of calls, and most calls are like an earlier one but for their
 numbers.  So numbers are taken and checked as columns, in C, and what calls share is checked and
-converted once (``SharedPart``).  A dump in which a column holds anything unusual is converted
+converted once (``RecordedPart``).  A dump in which a column holds anything unusual is converted
 whole, call by call, which also says what is wrong with it and where.
 """
 
 from __future__ import annotations
 
 import array
-import dataclasses
 import functools
 import itertools
 import math
@@ -22,8 +21,10 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from megatron_prism.core.collectives import NAME_OF
+from megatron_prism.features.hang.calls import CallPart, Integers
 
 T = TypeVar("T")
 
@@ -36,9 +37,10 @@ _MANY = (list, tuple, set, frozenset)
 _LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _AT_ONCE = 256  # calls that are read together
 _SHARED = ("process_group", "profiling_name", "state", "retired", *_LISTS)
-_NUMBERS = ("record_id", "collective_seq_id", "p2p_seq_id", "timeout_ms", "time_created_ns",
+_NUMBERS = ("record_id", "collective_seq_id", "p2p_seq_id", "time_created_ns",
             "time_discovered_completed_ns")  # fmt: skip
-_KEYS = (*_NUMBERS, "pg_id", *_SHARED, "frames")
+_KEYS = (*_NUMBERS, "pg_id", "timeout_ms", *_SHARED, "frames")
+_ENCODE = msgspec.msgpack.Encoder().encode
 _NO_NUMBER = type(None)
 _FIRST = operator.itemgetter(0)
 _PLACE = operator.itemgetter("filename", "line")
@@ -79,79 +81,74 @@ class RawCall(msgspec.Struct, gc=False):
     time_discovered_completed_ns: _Int | None = None
 
 
-class SharedPart(NamedTuple):
-    """What calls may have in common.
+class RecordedPart(NamedTuple):
+    """What calls of one dump may have in common.
 
     Attributes:
-        group: Name of the group.
-        desc: Description of the group.
-        op: Name of ``collectives.TABLE``, or the recorder's own word.
-        peer: Group rank of the other side of a send or receive, else -1.
-        numbers: Elements of (inputs, outputs).
-        dtypes: The recorder's words for them.
-        state: The recorder's word.
-        done: Whether the call is over.
-        site: ``file:line`` of the innermost frame, or "".
+        group_id: The rank's own number of the group.
+        call: What an entry says of it.
         is_retired: Whether the watchdog took it from its list.
         is_nccl: Whether NCCL makes it.
     """
 
-    group: str
-    desc: str
-    op: str
-    peer: int
-    numbers: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[str, ...]
-    state: str
-    done: bool
-    site: str
+    group_id: int | str | None
+    call: CallPart
     is_retired: bool
     is_nccl: bool
 
 
 @dataclass(frozen=True)
 class RecordedCalls:
-    """The calls of one dump in its order, a list a property; -1 is an unknown number.
+    """The calls of one dump in its order, a column a property; -1 is an unknown number.
 
     Attributes:
-        shared: What each call has in common with others.
-        group_ids: The rank's own number of the group.
+        parts: What calls have in common.
+        part: Index in ``parts``, for each call.
         records: Number of the record; where it is unknown, its place in the dump.
         collectives: How many collectives the group had made.
         messages: How many messages the group had made.
-        timeouts_ms: Time-outs.
         created_ns: When the host asked for each call.
         ended_ns: When the watchdog saw it end.
     """
 
-    shared: list[SharedPart]
-    group_ids: list[int | str | None]
-    records: list[int]
-    collectives: list[int]
-    messages: list[int]
-    timeouts_ms: list[int]
-    created_ns: list[int]
-    ended_ns: list[int]
+    parts: list[RecordedPart]
+    part: Integers
+    records: Integers
+    collectives: Integers
+    messages: Integers
+    created_ns: Integers
+    ended_ns: Integers
 
     def without_groups(self, group_ids: Collection[str]) -> RecordedCalls:
         """Leave out the calls of groups with these numbers."""
-        kept = [str(number) not in group_ids for number in self.group_ids]
-        columns = {}
-        for field in dataclasses.fields(self):
-            column = getattr(self, field.name)
-            columns[field.name] = list(itertools.compress(column, kept))
-        return RecordedCalls(**columns)
+        is_kept_of_part = [str(part.group_id) not in group_ids for part in self.parts]
+        kept = np.array(is_kept_of_part, np.bool_)[self.part]
+        return RecordedCalls(
+            self.parts,
+            self.part[kept],
+            self.records[kept],
+            self.collectives[kept],
+            self.messages[kept],
+            self.created_ns[kept],
+            self.ended_ns[kept],
+        )
 
     def name_of_id(self) -> dict[int | str | None, str]:
         """Return each number of a group with the name that its last call has."""
-        return dict(zip(self.group_ids, self._names(), strict=True))
+        last_places = np.full(len(self.parts), -1)
+        last_places[self.part] = np.arange(len(self.part))
+        names: dict[int | str | None, str] = {}
+        for index in np.argsort(last_places, kind="stable").tolist():
+            # parts of calls that were left out have no place
+            if last_places[index] >= 0:
+                part = self.parts[index]
+                names[part.group_id] = part.call.group
+        return names
 
     def ids_and_names(self) -> set[tuple[int | str | None, str]]:
         """Return the numbers of groups with all names that their calls have."""
-        return set(zip(self.group_ids, self._names(), strict=True))
-
-    def _names(self) -> list[str]:
-        return [part.group for part in self.shared]
+        used = np.unique(self.part).tolist()
+        return {(self.parts[index].group_id, self.parts[index].call.group) for index in used}
 
 
 # -- calls as columns -----------------------------------------------------------------------------
@@ -170,10 +167,10 @@ def of_rows(rows: object) -> RecordedCalls | None:
     """
     if not isinstance(rows, list) or not _are_usual(rows):
         return None
-    numbers: dict[str, list[int | None]] = {key: [] for key in _NUMBERS}
-    group_ids: list[int | str | None] = []
-    shared: list[SharedPart] = []
-    part_of_key: dict[object, SharedPart] = {}
+    index_of_key: dict[object, int] = {}
+    parts: list[RecordedPart] = []
+    indices: list[int] = []
+    numbers: dict[str, list[Integers]] = {key: [] for key in _NUMBERS}
     items = 0
     try:
         # a part of the calls at a time: what is looked at twice is still in the processor's cache
@@ -183,12 +180,20 @@ def of_rows(rows: object) -> RecordedCalls | None:
             if items > _MOST_ITEMS:
                 raise ValueError(_TOO_MANY)
             for key in _NUMBERS:
-                numbers[key] += _checked_numbers(columns[key])
-            group_ids += _checked_ids(columns["pg_id"])
-            shared += _shared_parts(columns, part_of_key)
+                unknown: Sequence[int] = ()
+                if key == "record_id":
+                    unknown = range(start, start + _AT_ONCE)
+                numbers[key].append(_numbers(columns[key], unknown))
+            indices += _part_indices(columns, index_of_key, parts)
     except _UNUSUAL:
         return None
-    return _of_columns(shared, group_ids, numbers)
+    columns_of_numbers = {key: _joined(pieces) for key, pieces in numbers.items()}
+    return _of_columns(parts, indices, columns_of_numbers)
+
+
+def _joined(pieces: list[Integers]) -> Integers:
+    """Put the pieces of a column together; there may be none."""
+    return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
 def _columns(rows: list[dict[str, object]]) -> dict[str, list[object]]:
@@ -216,52 +221,42 @@ def _columns(rows: list[dict[str, object]]) -> dict[str, list[object]]:
 
 def of_calls(calls: Sequence[RawCall]) -> RecordedCalls:
     """Read calls that were converted one by one."""
-    columns: dict[str, list[int | None]] = {}
+    columns: dict[str, Integers] = {}
     for key in _NUMBERS:
-        columns[key] = [getattr(call, key) for call in calls]
-    part_of_value: dict[object, SharedPart] = {}
-    shared = [_part_of_call(call, part_of_value) for call in calls]
-    return _of_columns(shared, [call.pg_id for call in calls], columns)
+        unknown: Sequence[int] = ()
+        if key == "record_id":
+            unknown = range(len(calls))
+        columns[key] = _numbers([getattr(call, key) for call in calls], unknown)
+
+    index_of_part: dict[RecordedPart, int] = {}
+    indices: list[int] = []
+    for call in calls:
+        part = _new_part(call, call.pg_id, call.timeout_ms, _innermost(call.frames))
+        indices.append(index_of_part.setdefault(part, len(index_of_part)))
+    return _of_columns(list(index_of_part), indices, columns)
 
 
 def _of_columns(
-    shared: list[SharedPart],
-    group_ids: list[int | str | None],
-    columns: dict[str, list[int | None]],
+    parts: list[RecordedPart], indices: list[int], columns: dict[str, Integers]
 ) -> RecordedCalls:
-    """Put columns together, with what stands for an unknown number in each."""
-    records = _known(columns["record_id"], range(len(shared)))
-    collectives = _known(columns["collective_seq_id"])
-    messages = _known(columns["p2p_seq_id"])
-    timeouts_ms = _known(columns["timeout_ms"])
-    created_ns = _known(columns["time_created_ns"])
-    ended_ns = _known(columns["time_discovered_completed_ns"])
+    """Put columns together."""
     return RecordedCalls(
-        shared,
-        group_ids,
-        records,
-        collectives,
-        messages,
-        timeouts_ms,
-        created_ns,
-        ended_ns,
+        parts,
+        np.array(indices, np.int64),
+        columns["record_id"],
+        columns["collective_seq_id"],
+        columns["p2p_seq_id"],
+        columns["time_created_ns"],
+        columns["time_discovered_completed_ns"],
     )
 
 
-def _known(column: list[int | None], unknown: Sequence[int] = ()) -> list[int]:
-    """Write ``unknown``, or -1, for numbers that are not known."""
-    if None not in column:
-        return cast(list[int], column)
-    known = list(unknown) or [-1] * len(column)
-    if column.count(None) < len(column):
-        for place, number in enumerate(column):
-            if number is not None:
-                known[place] = number
-    return known
+def _numbers(column: Sequence[object], unknown: Sequence[int] = ()) -> Integers:
+    """Return a column of numbers of 64 bits.
 
-
-def _checked_numbers(column: list[object]) -> list[int | None]:
-    """Return a column that holds nothing but numbers of 64 bits, and unknown ones.
+    Args:
+        column: The numbers; None is an unknown one.
+        unknown: What stands for unknown numbers; by default -1.
 
     Raises:
         TypeError: It holds something else.
@@ -269,113 +264,113 @@ def _checked_numbers(column: list[object]) -> list[int | None]:
     types = set(map(type, column))
     if not types.issubset({int, _NO_NUMBER}):
         raise TypeError("no number")
-    numbers = cast(list[int], column)
     if _NO_NUMBER in types:
-        numbers = [number for number in numbers if number is not None]
-
+        numbers: list[int] = []
+        for place, number in enumerate(column):
+            if number is None:
+                number = unknown[place] if unknown else -1
+            numbers.append(cast(int, number))
+        column = numbers
     try:
-        array.array("q", numbers)
+        return np.frombuffer(array.array("q", cast("Sequence[int]", column)), np.int64)
     except OverflowError:
         raise TypeError("a number of more than 64 bits") from None
-    return cast("list[int | None]", column)
-
-
-def _checked_ids(column: list[object]) -> list[int | str | None]:
-    """Return a column that holds nothing but numbers and names of groups.
-
-    Raises:
-        TypeError: It holds something else.
-    """
-    distinct = set(column)
-    numbers = [number for number in distinct if not isinstance(number, str)]
-    _checked_numbers(numbers)
-    return cast("list[int | str | None]", column)
 
 
 # -- what calls share -----------------------------------------------------------------------------
-def _shared_parts(
-    columns: dict[str, list[object]], part_of_key: dict[object, SharedPart]
-) -> list[SharedPart]:
-    """Return what each call shares with others; equal calls get the same object.
+def _part_indices(
+    columns: dict[str, list[object]],
+    index_of_key: dict[object, int],
+    parts: list[RecordedPart],
+) -> list[int]:
+    """Return the index of each call's part; equal calls have the same.
 
     Args:
         columns: The calls.
-        part_of_key: What earlier calls of the dump have, which grows.
+        index_of_key: Values as they were written -> index of their part, which grows.
+        parts: The parts of the dump, which grow.
 
     Raises:
         msgspec.ValidationError: A value is of another type than torch writes.
         TypeError: Likewise.
         LookupError: Likewise.
     """
+    _check_types(columns["pg_id"], int, str)
+    _numbers(columns["timeout_ms"])
+    for key in ("input_dtypes", "output_dtypes"):
+        _check_types(columns[key], list, tuple)
+
+    # lists cannot be looked up: their bytes are
+    lists = zip(*(columns[key] for key in _LISTS), strict=True)
     values = zip(
+        columns["pg_id"],
+        columns["timeout_ms"],
         columns["process_group"],
         columns["profiling_name"],
         columns["state"],
         columns["retired"],
-        msgspec.convert(columns["input_sizes"], list[_Sizes]),
-        msgspec.convert(columns["output_sizes"], list[_Sizes]),
-        _as_tuples(columns["input_dtypes"]),
-        _as_tuples(columns["output_dtypes"]),
+        map(_ENCODE, lists),
         _places(columns["frames"]),
         strict=True,
     )
     keys = list(values)
-    parts = list(map(part_of_key.get, keys))
+    indices = list(map(index_of_key.get, keys))
 
     # calls that are like no earlier one
-    for index, part in enumerate(parts):
-        if part is None:
-            key = keys[index]
-            part = part_of_key.get(key)
-        if part is None:
-            *fields, place = key
-            part = _new_part(_checked(fields), cast("tuple[str, int] | None", place))
-            part_of_key[key] = part
-        parts[index] = part
-    return cast(list[SharedPart], parts)
+    for place, index in enumerate(indices):
+        if index is not None:
+            continue
+        key = keys[place]
+        if key not in index_of_key:
+            fields = {name: columns[name][place] for name in _SHARED}
+            group_id, timeout_ms, *_, site = key
+            if not isinstance(group_id, str):
+                _numbers([group_id])
+            parts.append(_new_part(_checked(fields), group_id, timeout_ms, site))
+            index_of_key[key] = len(parts) - 1
+        indices[place] = index_of_key[key]
+    return cast("list[int]", indices)
+
+
+def _check_types(column: Sequence[object], *types: type) -> None:
+    """Check that a column holds values of some types, or unknown ones.
+
+    Raises:
+        TypeError: It holds something else.
+    """
+    if not set(map(type, column)).issubset({*types, _NO_NUMBER}):
+        raise TypeError("no value of these types")
 
 
 def _items_of_lists(columns: dict[str, list[object]]) -> int:
-    """Count the items of the lists of calls, and of the lists in these.
+    """Count the items of the lists of calls, and the numbers in lists of sizes.
+
+    After that no list of a call may mean more than it holds.
 
     Raises:
-        TypeError: A value is no list.
+        TypeError: A value is no list, or a size is no number.
     """
     items = 0
     for key in _LISTS:
         items += sum(map(len, cast("list[list[object]]", columns[key])))
     for key in ("input_sizes", "output_sizes"):
         shapes = itertools.chain.from_iterable(cast("list[list[list[int]]]", columns[key]))
-        items += sum(map(len, shapes))
+        numbers = itertools.chain.from_iterable(shapes)
+        items += len(array.array("q", itertools.islice(numbers, _MOST_ITEMS + 1)))
+    for key in ("input_dtypes", "output_dtypes"):
+        words = itertools.chain.from_iterable(cast("list[list[str]]", columns[key]))
+        "".join(itertools.islice(words, _MOST_ITEMS + 1))
     return items
 
 
-def _checked(fields: Sequence[object]) -> RawCall:
-    """Convert the values that calls share, in the order of ``_SHARED``."""
-    values = dict(zip(_SHARED, fields, strict=True))
-    if values["profiling_name"] is None:
+def _checked(fields: dict[str, object]) -> RawCall:
+    """Convert the values that calls share."""
+    if fields["profiling_name"] is None:
         raise TypeError("profiling_name: no text")
-    return msgspec.convert(values, RawCall, strict=False)
-
-
-def _as_tuples(column: list[object]) -> list[object]:
-    """Make the lists of a column hashable.
-
-    Raises:
-        TypeError: A value is neither a list nor unknown.
-    """
-    types = set(map(type, column))
-    if types.issubset({list, tuple}):
-        return list(map(tuple, cast(list[list[object]], column)))
-    if not types.issubset({list, tuple, _NO_NUMBER}):
-        raise TypeError("no list")
-    words_of_calls: list[object] = []
-    for words in column:
-        # a call without tensors has no types
-        if words is not None:
-            words = tuple(cast(list[object], words))
-        words_of_calls.append(words)
-    return words_of_calls
+    # sizes are numbers, also where others may be written as text
+    for key in ("input_sizes", "output_sizes"):
+        fields[key] = msgspec.convert(fields[key], _Sizes)
+    return msgspec.convert(fields, RawCall, strict=False)
 
 
 def _places(column: list[object]) -> Sequence[tuple[str, int] | None]:
@@ -399,19 +394,17 @@ def _are_all(values: Iterable[object], kind: type) -> bool:
     return set(map(type, values)) == {kind}
 
 
-def _part_of_call(call: RawCall, part_of_value: dict[object, SharedPart]) -> SharedPart:
-    """Return what a call shares with others, made once for equal values."""
-    place = _innermost(call.frames)
-    value = (call.process_group, call.profiling_name, call.state, call.retired, call.input_sizes,
-             call.output_sizes, call.input_dtypes, call.output_dtypes, place)  # fmt: skip
-    part = part_of_value.get(value)
-    if part is None:
-        part = part_of_value[value] = _new_part(call, place)
-    return part
+def _new_part(
+    call: RawCall, group_id: int | str | None, timeout_ms: int | None, place: tuple[str, int] | None
+) -> RecordedPart:
+    """Read what a call shares with others.
 
-
-def _new_part(call: RawCall, place: tuple[str, int] | None) -> SharedPart:
-    """Read what a call shares with others."""
+    Args:
+        call: The call, of which no number is read.
+        group_id: The rank's own number of the group.
+        timeout_ms: Time-out.
+        place: File and line of the innermost frame.
+    """
     name, desc = call.process_group
     op, peer = _operation(call.profiling_name)
     state = (call.state or "")[:20]
@@ -422,19 +415,21 @@ def _new_part(call: RawCall, place: tuple[str, int] | None) -> SharedPart:
     # what closes a batch of collectives has no tensors
     if not call.input_sizes and call.profiling_name.endswith("_coalesced"):
         op = "coalesced"
-    return SharedPart(
+    if timeout_ms is None:
+        timeout_ms = -1
+    part = CallPart(
         group=str(name),
         desc=str(desc)[:200],
         op=op,
-        peer=peer,
+        to=peer,
         numbers=_same_object(sizes),
         dtypes=_same_object(dtypes),
         state=state,
         done=is_retired or state == "completed",
         site=_same_object(_site(place)),
-        is_retired=is_retired,
-        is_nccl=call.profiling_name.startswith("nccl:"),
+        timeout_ms=timeout_ms,
     )
+    return RecordedPart(group_id, part, is_retired, call.profiling_name.startswith("nccl:"))
 
 
 @functools.lru_cache(1 << 14)

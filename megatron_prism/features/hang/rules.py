@@ -16,8 +16,9 @@ from functools import cached_property
 
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import siblings, waits
+from megatron_prism.features.hang.calls import Entry, Launch
 from megatron_prism.features.hang.consistency import ConsistentDumps
-from megatron_prism.features.hang.dumps import Entry, Launch, RankEvent
+from megatron_prism.features.hang.dumps import RankEvent
 from megatron_prism.features.hang.mismatch import Mismatch
 from megatron_prism.features.hang.state import JobState, call_text, issue_order
 from megatron_prism.features.hang.verdict import Culprit

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_prism.features.hang.dumps import Entry
+from megatron_prism.features.hang.calls import Entry
 from megatron_prism.features.hang.mismatch import Mismatch
 from megatron_prism.features.hang.state import CallKey, JobState, issue_order, key_of
 
@@ -262,10 +262,13 @@ def call_of(state: JobState, conflict: Conflict, rank: int) -> Entry | None:
         The record of ``rank``, else of a sibling, else the oldest outstanding call in a group of
         that description; None if there is none of these.
     """
+    wanted = conflict.key
     for sibling in (rank, *state.siblings_of(rank)):
-        for entry in state.issued(sibling):
-            if key_of(entry) == conflict.key:
-                return entry
+        issued = state.issued(sibling)
+        of_kind = issued.places(lambda part: part.desc == wanted.desc and part.pair == wanted.pair)
+        places = of_kind[issued.seq[of_kind] == wanted.seq].tolist()
+        if places:
+            return issued[places[0]]
 
     # nobody recorded the call
     candidates: list[Entry] = []
@@ -279,11 +282,55 @@ def _sets_of_equal_siblings(
 ) -> dict[int, _EqualSiblings]:
     """Partition siblings into sets that issued the same calls: first rank of a set -> the set."""
     set_of_fingerprint: dict[object, _EqualSiblings] = {}
+    set_of_columns: dict[object, _EqualSiblings] = {}
+    code_of_kind: dict[object, int] = {}
     for rank in ranks:
-        issued = _issued_calls(state, rank, queued)
-        equal = set_of_fingerprint.setdefault(issued.fingerprint(), _EqualSiblings([], issued))
+        # most siblings are alike to the last record: of these one stands for all
+        columns = _columns(state, rank, queued, code_of_kind)
+        equal = set_of_columns.get(columns)
+        if equal is None:
+            issued = _issued_calls(state, rank, queued)
+            equal = set_of_fingerprint.setdefault(issued.fingerprint(), _EqualSiblings([], issued))
+            set_of_columns[columns] = equal
         equal.ranks.append(rank)
     return {equal.ranks[0]: equal for equal in set_of_fingerprint.values()}
+
+
+def _columns(
+    state: JobState, rank: int, queued: bool, code_of_kind: dict[object, int]
+) -> tuple[object, ...]:
+    """Return a hashable value that only ranks share whose records, in siblings' terms, are alike.
+
+    Args:
+        state: The job.
+        rank: The rank.
+        queued: Also its queue.
+        code_of_kind: What is alike in calls but their numbers -> code, which grows.
+    """
+    sequences = [state.issued(rank), state.messages(rank)]
+    if queued:
+        sequences.append(state.outstanding[rank])
+    columns: list[object] = []
+    for calls in sequences:
+        codes: list[int] = []
+        for part in calls.parts:
+            step = -1
+            if part.pair:
+                step = state.step(rank, part)
+            kind = part.desc, part.op, part.done, part.pair, step
+            codes.append(code_of_kind.setdefault(kind, len(code_of_kind)))
+        columns += [calls.per_part(codes).tobytes(), calls.seq.tobytes()]
+    return (*columns, tuple(_collective_counts(state, rank).items()))
+
+
+def _collective_counts(state: JobState, rank: int) -> dict[str, int]:
+    """Return how many collectives a rank made: group description -> number.
+
+    Counters of groups with messages count these too, and say nothing about collectives.
+    """
+    message_groups = {state.groups[name].desc for name in state.pairs & state.groups.keys()}
+    counts = state.counts[rank]
+    return {desc: counts[desc] for desc in counts if desc not in message_groups}
 
 
 def _issued_calls(state: JobState, rank: int, queued: bool) -> _IssuedCalls:
@@ -302,15 +349,11 @@ def _issued_calls(state: JobState, rank: int, queued: bool) -> _IssuedCalls:
         step = MessageStep(message.op, state.step(rank, message))
         batches[message.desc, message.seq] = (*earlier_steps, step)
 
-    # counters of groups with messages count these too, and say nothing about collectives
-    message_groups = {state.groups[name].desc for name in state.pairs & state.groups.keys()}
-    counts = state.counts[rank]
-    collective_counts = {desc: counts[desc] for desc in counts if desc not in message_groups}
-
     outstanding: tuple[CallKey, ...] = ()
     if queued:
         outstanding = tuple(key_of(entry) for entry in state.outstanding[rank] if not entry.pair)
-    return _IssuedCalls(first_position, ended_position, batches, collective_counts, outstanding)
+    counts = _collective_counts(state, rank)
+    return _IssuedCalls(first_position, ended_position, batches, counts, outstanding)
 
 
 def _find_conflict(left: _IssuedCalls, right: _IssuedCalls, queued: bool) -> Conflict | None:
@@ -439,7 +482,7 @@ def is_behind_replicas(state: JobState, rank: int) -> bool:
         if not sibling_leads and not own_leads:
             level += 1
 
-        shares_outstanding_calls = state.opened[rank] <= state.opened[sibling]
+        shares_outstanding_calls = state.opened(rank) <= state.opened(sibling)
         if (
             shares_outstanding_calls
             and not own_leads
@@ -461,7 +504,7 @@ def _issued_more_behind_common(state: JobState, rank: int, sibling: int) -> bool
     own_counts = state.counts[rank]
     lacking_seen = False
     for entry in state.outstanding[sibling]:
-        is_common = key_of(entry) in state.opened[rank]
+        is_common = key_of(entry) in state.opened(rank)
         if is_common and lacking_seen:
             return False
         if not is_common and not entry.pair and entry.seq > own_counts.get(entry.desc, entry.seq):
@@ -606,10 +649,9 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
 
 def _went_on_without_next_message(state: JobState, rank: int, desc: str) -> bool:
     """Tell by the records whether ``rank`` made calls that siblings made after the next message."""
-    last_message = 0
-    for entry in state.issued(rank):
-        if entry.pair and entry.desc == desc:
-            last_message = max(last_message, entry.seq)
+    issued = state.issued(rank)
+    messages = issued.places(lambda part: part.pair and part.desc == desc)
+    last_message = int(issued.seq[messages].max(initial=0))
     votes = state.went_on_without(rank, CallKey(desc, True, last_message + 1))
     return votes[True] > 0 and votes[False] == 0
 

@@ -11,13 +11,16 @@ import bisect
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_prism.core.world import ranks_text
-from megatron_prism.features.hang.dumps import DumpSet, Entry, Group, Launch
+from megatron_prism.features.hang.calls import NO_CALLS, CallPart, Calls, Entry, Integers, Launch
+from megatron_prism.features.hang.dumps import DumpSet, Group
 
 _PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"  # as Megatron describes it
 _PIPELINE_WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
@@ -106,6 +109,16 @@ def key_of(entry: Entry) -> CallKey:
     return CallKey(entry.desc, entry.to >= 0, entry.seq)
 
 
+def keys_of(calls: Calls) -> list[CallKey]:
+    """Return the keys of calls."""
+    kinds = [(part.desc, part.pair) for part in calls.parts]
+    keys: list[CallKey] = []
+    for index, seq in zip(calls.part.tolist(), calls.seq.tolist(), strict=True):
+        desc, is_message = kinds[index]
+        keys.append(CallKey(desc, is_message, seq))
+    return keys
+
+
 def issue_order(entry: Entry) -> tuple[int, int]:
     """Return a key that orders calls by the time of issue; a call of unknown time comes last."""
     return entry.created_ns if entry.created_ns >= 0 else 1 << 63, entry.seq
@@ -125,29 +138,6 @@ class _Route(NamedTuple):
     peer: int
 
 
-@dataclass
-class _Messages:
-    """Messages of a rank on one route, in the order of issue.
-
-    Attributes:
-        entries: The messages.
-        position_of_entry: Message -> its position; of equal ones the first.
-        position_of_record: Number of the record -> position of the message.
-    """
-
-    entries: list[Entry] = field(default_factory=list)
-    position_of_entry: dict[Entry, int] = field(default_factory=dict)
-    position_of_record: dict[int, int] = field(default_factory=dict)
-
-    def append(self, message: Entry) -> None:
-        """Add the message that was issued next."""
-        position = len(self.entries)
-        self.entries.append(message)
-        self.position_of_entry.setdefault(message, position)
-        self.position_of_record.setdefault(message.record, position)
-
-
-_NO_MESSAGES = _Messages()
 _OTHER_OP = {"send": "recv", "recv": "send"}
 
 
@@ -159,6 +149,97 @@ def call_text(entry: Entry) -> str:
         call = f"{entry.op} {direction} group rank {entry.to}"
     text = f"{call} #{entry.seq} of {entry.desc}"
     return f"{text} at {entry.site}" if entry.site else text
+
+
+def _member_at(members: Sequence[int], place: int) -> int:
+    """Return the rank at a place of a group; -1 if it has no such place."""
+    return members[place] if place < len(members) else -1
+
+
+@dataclass(frozen=True)
+class NumberedCalls:
+    """The recorded collectives of a rank in groups of one description, by number.
+
+    There are several calls of one number where they are coalesced.
+
+    Attributes:
+        calls: All calls of the rank.
+        places: Places of the collectives, by number, those of one number in the order of issue.
+        numbers: Their numbers, ascending.
+    """
+
+    calls: Calls
+    places: Integers
+    numbers: Integers
+
+    @classmethod
+    def of(cls, calls: Calls, desc: str) -> NumberedCalls:
+        """Collect the collectives of a rank in groups of a description."""
+        places = calls.places(lambda part: part.desc == desc and part.is_collective)
+        numbers = calls.seq[places]
+        if (np.diff(numbers) < 0).any():
+            order = np.argsort(numbers, kind="stable")
+            places, numbers = places[order], numbers[order]
+        return cls(calls, places, numbers)
+
+    def at(self, seq: int) -> list[Entry]:
+        """Return the calls that have a number."""
+        first = np.searchsorted(self.numbers, seq)
+        end = np.searchsorted(self.numbers, seq, "right")
+        return [self.calls[place] for place in self.places[first:end].tolist()]
+
+
+@dataclass(frozen=True)
+class _Queue:
+    """Collectives of a group that are outstanding on a rank.
+
+    Attributes:
+        order: Place of the rank among those with a dump.
+        calls: All outstanding calls of the rank.
+        places: Places of the group's collectives among them.
+    """
+
+    order: int
+    calls: Calls
+    places: Integers
+
+    def places_of(self, number: int) -> list[int]:
+        """Return the places of calls that have a number."""
+        return self.places[self.calls.seq[self.places] == number].tolist()
+
+
+class AwaitedCalls:
+    """The collectives of a group in which ranks wait.
+
+    Attributes:
+        numbers: Their numbers, each once, ascending.
+    """
+
+    def __init__(self, queues: Sequence[_Queue]) -> None:
+        self._queues = queues
+        self._last: dict[int, Entry] = {}
+        numbers = [queue.calls.seq[queue.places] for queue in queues]
+        self.numbers: list[int] = np.unique(np.concatenate(numbers)).tolist()
+
+    def last(self, number: int) -> Entry:
+        """Return the call of a number, as the last rank that waits in it has it."""
+        entry = self._last.get(number)
+        if entry is not None:
+            return entry
+        for queue in reversed(self._queues):
+            places = queue.places_of(number)
+            if places:
+                entry = self._last[number] = queue.calls[places[-1]]
+                return entry
+        raise LookupError(f"nobody waits in a call #{number}")
+
+    def first_place(self, number: int) -> tuple[int, int]:
+        """Return where a call of a number comes first: order of the rank, place on it."""
+        for queue in self._queues:
+            places = queue.places_of(number)
+            if places:
+                return queue.order, places[0]
+        raise LookupError(f"nobody waits in a call #{number}")
 
 
 class JobState:
@@ -191,15 +272,15 @@ class JobState:
         self.notes: list[str] = []
         self.enqueued: dict[tuple[str, int], int] = {}
         self.completed: dict[tuple[str, int], int] = {}
-        self.outstanding: dict[int, list[Entry]] = {}
+        self.outstanding: dict[int, Calls] = {}
         self._waited: dict[Launch | tuple[int, Launch], Mapping[str, Sequence[int]]] = {}
         self._places: dict[str, dict[int, int]] = {}
-        self._launches: dict[int, dict[Launch, list[Entry]]] = {}
+        self._opened: dict[int, frozenset[CallKey]] = {}
         self._blocking: dict[tuple[str, int], frozenset[int]] = {}
         self._bounds: dict[str, list[int]] = {}
-        self._outstanding_messages: dict[int, dict[_Route, _Messages]] = {}
-        self._all_messages: dict[int, dict[_Route, _Messages]] = {}
-        self._numbered: dict[int, dict[str, dict[int, list[Entry]]]] = {}
+        self._outstanding_of_routes: dict[tuple[int, _Route], Calls] = {}
+        self._all_of_routes: dict[tuple[int, _Route], Calls] = {}
+        self._numbered: dict[tuple[int, str], NumberedCalls] = {}
 
         self.groups = self._collect_groups(observed.listed)
         self.pairs = self._message_groups()
@@ -225,10 +306,10 @@ class JobState:
         # communicators that are made at their first call are not in pg_config
         unlisted: dict[str, Counter[Group]] = defaultdict(Counter)
         for rank, dump in self.dumps.items():
-            for entry in dump.entries:
-                if entry.group not in listed:
-                    caller_alone = Group(entry.group, entry.desc, (rank,))
-                    unlisted[entry.group][caller_alone] += 1
+            for part in dump.entries.parts:
+                if part.group not in listed:
+                    caller_alone = Group(part.group, part.desc, (rank,))
+                    unlisted[part.group][caller_alone] += 1
 
         groups: dict[str, Group] = {}
         for name, versions in {**listed, **unlisted}.items():
@@ -252,9 +333,9 @@ class JobState:
             if group.desc.startswith("PIPELINE"):
                 names.add(name)
         for dump in self.dumps.values():
-            for entry in dump.entries:
-                if entry.to >= 0:
-                    names.add(entry.group)
+            for part in dump.entries.parts:
+                if part.pair:
+                    names.add(part.group)
             # more calls ended than were issued: one of the counters is of messages
             for name, status in dump.status.items():
                 if status.completed > status.enqueued >= 0:
@@ -272,17 +353,22 @@ class JobState:
             for name in self._uncounted_of_cut(rank):
                 self.enqueued[name, rank] = _ALL_CALLS
             return
-        calling_groups = {entry.group for entry in dump.entries}
+        calling_groups = {part.group for part in dump.entries.parts}
         uncounted = self.pairs | (calling_groups - dump.status.keys())
-        for entry in dump.entries:
-            key = (entry.group, rank)
-            if entry.group in uncounted:
-                self.enqueued[key] = max(self.enqueued.get(key, -1), entry.calls)
-                if entry.done and entry.to < 0:
-                    self.completed[key] = max(self.completed.get(key, -1), entry.seq)
+        parts_and_places = zip(dump.entries.parts, dump.entries.places_of_part, strict=True)
+        for part, places in parts_and_places:
+            key = (part.group, rank)
+            seqs = dump.entries.seq[places]
+            if part.group in uncounted:
+                issued = int(dump.entries.calls[places].max())
+                self.enqueued[key] = max(self.enqueued.get(key, -1), issued)
+                if part.done and not part.pair:
+                    self.completed[key] = max(self.completed.get(key, -1), int(seqs.max()))
             # gloo counts calls that failed, too
-            elif not entry.done and entry.seq <= self.completed.get(key, -1):
-                self.completed[key] = entry.seq - 1
+            elif not part.done:
+                first_failed = int(seqs.min())
+                if first_failed <= self.completed.get(key, -1):
+                    self.completed[key] = first_failed - 1
 
     def _uncounted_of_cut(self, rank: int) -> list[str]:
         """Return the groups of a rank with a cut dump in which no counter tells its collectives."""
@@ -292,10 +378,14 @@ class JobState:
         names = self.groups_of[rank]
         return [name for name in names if name in self.pairs or name not in dump.status]
 
-    def _pending(self, rank: int, entries: Iterable[Entry]) -> list[Entry]:
+    def _pending(self, rank: int, calls: Calls) -> Calls:
         """Return the outstanding calls of a rank: recorded ones, then such as counters tell."""
-        pending = [entry for entry in entries if self._is_outstanding(rank, entry)]
-        recorded_groups = {entry.group for entry in pending}
+        last_ended = [self.completed.get((part.group, rank), -1) for part in calls.parts]
+        is_behind = calls.pair | (calls.seq > calls.per_part(last_ended))
+        pending = calls.taken(calls.flags(self._may_wait) & is_behind)
+
+        recorded_groups = {part.group for part in pending.parts}
+        unnamed: list[Entry] = []
         for name in self.groups_of[rank]:
             issued = self.enqueued.get((name, rank), -1)
             ended = self.completed.get((name, rank), -1)
@@ -303,15 +393,12 @@ class JobState:
                 continue
             before_first = max(ended, issued - _MAX_UNNAMED, 0)
             for seq in range(before_first + 1, issued + 1):
-                pending.append(_unnamed(self.groups[name], seq))
-        return pending
+                unnamed.append(_unnamed(self.groups[name], seq))
+        return pending.followed_by(unnamed)
 
-    def _is_outstanding(self, rank: int, entry: Entry) -> bool:
-        """Tell whether a recorded call of a rank has not ended."""
-        if entry.done or entry.op == "coalesced" or entry.group not in self.groups:
-            return False
-        is_message = entry.to >= 0
-        return is_message or entry.seq > self.completed.get((entry.group, rank), -1)
+    def _may_wait(self, part: CallPart) -> bool:
+        """Tell whether calls of a part wait if no counter says that they ended."""
+        return not part.done and not part.closes_batch and part.group in self.groups
 
     @cached_property
     def groups_of(self) -> dict[int, list[str]]:
@@ -367,31 +454,29 @@ class JobState:
         calls = self.outstanding.get(rank)
         return calls[0] if calls else None
 
-    def issued(self, rank: int) -> list[Entry]:
+    def issued(self, rank: int) -> Calls:
         """Return recorded calls and messages, without the records that close batches.
 
         Such a record has the number of a collective that came before it.
         """
-        return [entry for entry in self.dumps[rank].entries if entry.op != "coalesced"]
+        calls = self.dumps[rank].entries
+        if not any(part.closes_batch for part in calls.parts):
+            return calls
+        return calls.taken(calls.flags(lambda part: not part.closes_batch))
 
-    def numbered(self, rank: int) -> Mapping[str, Mapping[int, list[Entry]]]:
-        """Return the recorded collectives of ``rank``: description -> number -> calls.
-
-        There are several calls of one number where they are coalesced.
-        """
-        calls = self._numbered.get(rank)
-        if calls is None:
-            calls = self._numbered[rank] = {}
-            entries = self.dumps[rank].entries if rank in self.dumps else ()
-            for entry in entries:
-                if entry.to < 0 and entry.op != "coalesced":
-                    of_desc = calls.setdefault(entry.desc, {})
-                    of_desc.setdefault(entry.seq, []).append(entry)
-        return calls
+    def numbered(self, rank: int, desc: str) -> NumberedCalls:
+        """Return the recorded collectives of ``rank`` in its groups of a description."""
+        key = rank, desc
+        if key not in self._numbered:
+            calls = NO_CALLS
+            if rank in self.dumps:
+                calls = self.dumps[rank].entries
+            self._numbered[key] = NumberedCalls.of(calls, desc)
+        return self._numbered[key]
 
     def at(self, rank: int, desc: str, seq: int) -> list[Entry]:
         """Return the collectives of ``rank`` that have that number."""
-        return self.numbered(rank).get(desc, {}).get(seq, [])
+        return self.numbered(rank, desc).at(seq)
 
     def all_counts(self, rank: int) -> dict[str, int]:
         """Return calls or messages issued, also in groups of one: description -> how many."""
@@ -417,15 +502,16 @@ class JobState:
                 counts.append((status.enqueued, status.completed))
         return max(counts, default=(-1, -1))
 
-    @cached_property
-    def opened(self) -> dict[int, frozenset[CallKey]]:
-        """Outstanding calls of each rank, comparable between siblings."""
-        return {rank: frozenset(map(key_of, calls)) for rank, calls in self.outstanding.items()}
+    def opened(self, rank: int) -> frozenset[CallKey]:
+        """Return the outstanding calls of a rank, comparable between siblings."""
+        keys = self._opened.get(rank)
+        if keys is None:
+            keys = self._opened[rank] = frozenset(keys_of(self.outstanding[rank]))
+        return keys
 
     def other(self, rank: int, entry: Entry) -> int:
         """Return the global rank at the other side of a message; -1 if it is not known."""
-        ranks = self.groups[entry.group].ranks
-        return ranks[entry.to] if entry.to < len(ranks) else -1
+        return _member_at(self.groups[entry.group].ranks, entry.to)
 
     def _place(self, name: str, rank: int) -> int:
         """Return the place of ``rank`` in a group; -1 if it is no member."""
@@ -436,7 +522,7 @@ class JobState:
             self._places[name] = places
         return places.get(rank, -1)
 
-    def step(self, rank: int, entry: Entry) -> int:
+    def step(self, rank: int, entry: Entry | CallPart) -> int:
         """Return how many places further in the group the other side of a message is."""
         if entry.group not in self.groups:
             return entry.to
@@ -445,17 +531,15 @@ class JobState:
             return entry.to
         return (entry.to - place) % len(self.groups[entry.group].ranks)
 
-    def launches(self, rank: int) -> Mapping[Launch, list[Entry]]:
-        """Return the outstanding calls of ``rank`` by launch, both in the order of issue.
-
-        The calls are collected once per rank: asking for each launch looks at each call once.
-        """
-        launches = self._launches.get(rank)
-        if launches is None:
-            launches = self._launches[rank] = {}
-            for entry in self.outstanding.get(rank, ()):
-                launches.setdefault((entry.group, entry.to >= 0, entry.seq), []).append(entry)
-        return launches
+    def batch(self, rank: int, launch: Launch) -> list[Entry]:
+        """Return the outstanding calls of ``rank`` with a launch, in the order of issue."""
+        if rank not in self.outstanding:
+            return []
+        calls = self.outstanding[rank]
+        name, is_message, number = launch
+        places = calls.places(lambda part: part.group == name and part.pair == is_message)
+        numbers = calls.seq[places]
+        return [calls[place] for place in places[numbers == number].tolist()]
 
     def blocking_ranks(self, rank: int) -> set[int]:
         """Return the ranks that keep some outstanding call of ``rank`` waiting, for any reason.
@@ -463,16 +547,15 @@ class JobState:
         Of a group's collectives one of each stretch is asked for, and of these no rank asks twice.
         """
         needed_sets: set[frozenset[int]] = set()
-        numbers_of_group: dict[str, list[int]] = {}
-        for launch, entries in self.launches(rank).items():
-            name, is_message, number = launch
-            if is_message:
-                reasons = self.blockers(rank, entries[0])
-                needed_sets.add(frozenset(itertools.chain.from_iterable(reasons.values())))
-            else:
-                numbers_of_group.setdefault(name, []).append(number)
-        for name, numbers in numbers_of_group.items():
-            numbers.sort()
+        calls = self.outstanding.get(rank, NO_CALLS)
+        first_messages: dict[Launch, Entry] = {}
+        for message in calls.taken(calls.pair):
+            first_messages.setdefault(message.launch, message)
+        for message in first_messages.values():
+            reasons = self.blockers(rank, message)
+            needed_sets.add(frozenset(itertools.chain.from_iterable(reasons.values())))
+        for name, places in calls.collectives_of_group.items():
+            numbers = np.unique(calls.seq[places]).tolist()
             bounds = self._bounds_of_stretches(name)
             position = 0
             while position < len(numbers):
@@ -491,7 +574,7 @@ class JobState:
         name, _, _ = launch
         ranks = self._blocking.get((name, stretch))
         if ranks is None:
-            reasons = self.blockers(rank, self.launches(rank)[launch][0])
+            reasons = self.blockers(rank, self.batch(rank, launch)[0])
             ranks = frozenset(itertools.chain.from_iterable(reasons.values()))
             self._blocking[name, stretch] = ranks
         return ranks
@@ -514,27 +597,35 @@ class JobState:
             bounds = self._bounds[name] = sorted(numbers)
         return bounds
 
-    def _by_route(self, rank: int, messages: Iterable[Entry]) -> dict[_Route, _Messages]:
-        """Collect messages of ``rank`` by group, operation and other side."""
-        by_route: dict[_Route, _Messages] = defaultdict(_Messages)
-        for message in messages:
-            route = _Route(message.group, message.op, self.other(rank, message))
-            by_route[route].append(message)
-        return dict(by_route)
+    def _of_route(self, rank: int, calls: Calls, route: _Route) -> Calls:
+        """Return those of the messages of ``rank`` that are on a route, in the order of issue."""
+        if route.group not in self.groups:
+            return NO_CALLS
+        members = self.groups[route.group].ranks
+        places = calls.places(
+            lambda part: (
+                part.group == route.group
+                and part.op == route.op
+                and part.pair
+                and _member_at(members, part.to) == route.peer
+            )
+        )
+        return calls.taken(places)
 
-    def _outstanding_of_route(self, rank: int, route: _Route) -> _Messages:
+    def _outstanding_of_route(self, rank: int, route: _Route) -> Calls:
         """Return the outstanding messages of ``rank`` on a route."""
-        if rank not in self._outstanding_messages:
-            messages = [entry for entry in self.outstanding.get(rank, ()) if entry.pair]
-            self._outstanding_messages[rank] = self._by_route(rank, messages)
-        return self._outstanding_messages[rank].get(route, _NO_MESSAGES)
+        key = rank, route
+        if key not in self._outstanding_of_routes:
+            calls = self.outstanding.get(rank, NO_CALLS)
+            self._outstanding_of_routes[key] = self._of_route(rank, calls, route)
+        return self._outstanding_of_routes[key]
 
-    def _all_of_route(self, rank: int, route: _Route) -> _Messages:
+    def _all_of_route(self, rank: int, route: _Route) -> Calls:
         """Return the messages of ``rank`` on a route since the job began, where all are known."""
-        if rank not in self._all_messages:
-            messages = [entry for entry in self.dumps[rank].messages if entry.group in self.groups]
-            self._all_messages[rank] = self._by_route(rank, messages)
-        return self._all_messages[rank].get(route, _NO_MESSAGES)
+        key = rank, route
+        if key not in self._all_of_routes:
+            self._all_of_routes[key] = self._of_route(rank, self.dumps[rank].messages, route)
+        return self._all_of_routes[key]
 
     def mate(self, rank: int, entry: Entry) -> Entry | None:
         """Find the other side's outstanding counterpart of an outstanding send or receive.
@@ -544,14 +635,16 @@ class JobState:
         peer = self.other(rank, entry)
         own_messages = self._outstanding_of_route(rank, _Route(entry.group, entry.op, peer))
         route_back = _Route(entry.group, _OTHER_OP[entry.op], rank)
-        counterparts = self._outstanding_of_route(peer, route_back).entries
-        position = own_messages.position_of_entry[entry]
+        counterparts = self._outstanding_of_route(peer, route_back)
+        position = own_messages.place_of(entry)
         return counterparts[position] if position < len(counterparts) else None
 
-    def messages(self, rank: int) -> tuple[Entry, ...]:
+    def messages(self, rank: int) -> Calls:
         """Return recorded messages: all of them where all are left, else what entries there are."""
         dump = self.dumps[rank]
-        return dump.messages or tuple(entry for entry in dump.entries if entry.pair)
+        if dump.messages:
+            return dump.messages
+        return dump.entries.taken(dump.entries.pair)
 
     def never_posted(self, rank: int, entry: Entry) -> bool | None:
         """Tell whether the other side made fewer messages of this kind than ``rank`` up to this.
@@ -568,8 +661,9 @@ class JobState:
             return None
         own_messages = self._all_of_route(rank, _Route(entry.group, entry.op, peer))
         route_back = _Route(entry.group, _OTHER_OP[entry.op], rank)
-        counterparts = self._all_of_route(peer, route_back).entries
-        return len(counterparts) <= own_messages.position_of_record[entry.record]
+        counterparts = self._all_of_route(peer, route_back)
+        position = int(np.flatnonzero(own_messages.record == entry.record)[0])
+        return len(counterparts) <= position
 
     def is_over(self, rank: int, entry: Entry) -> bool:
         """Tell whether ``rank`` saw the collective ``entry`` end."""
@@ -580,27 +674,30 @@ class JobState:
         return self.enqueued.get((entry.group, rank), -1) >= entry.seq
 
     @cached_property
+    def awaited(self) -> Mapping[str, AwaitedCalls]:
+        """The collectives of each group in which some rank waits."""
+        queues_of_group: dict[str, list[_Queue]] = defaultdict(list)
+        for order, calls in enumerate(self.outstanding.values()):
+            for name, places in calls.collectives_of_group.items():
+                queues_of_group[name].append(_Queue(order, calls, places))
+        return {name: AwaitedCalls(queues) for name, queues in queues_of_group.items()}
+
+    @cached_property
     def lates(self) -> Mapping[tuple[str, int], Entry]:
         """The first call at which others wait for a rank: (group, late rank) -> call."""
-        calls_of_group: dict[str, dict[int, Entry]] = defaultdict(dict)
-        for outstanding in self.outstanding.values():
-            for entry in outstanding:
-                if entry.to < 0:
-                    calls_of_group[entry.group][entry.seq] = entry
-
         first_calls: dict[tuple[str, int], Entry] = {}
-        for name, calls in sorted(calls_of_group.items()):
-            numbers = sorted(calls)
+        for name, awaited in sorted(self.awaited.items()):
             late_ranks: list[tuple[int, int]] = []
             for rank in self.groups[name].ranks:
                 # the first number that is above its counter
-                position = bisect.bisect_right(numbers, self.enqueued.get((name, rank), -1))
-                if position < len(numbers):
+                issued = self.enqueued.get((name, rank), -1)
+                position = bisect.bisect_right(awaited.numbers, issued)
+                if position < len(awaited.numbers):
                     late_ranks.append((position, rank))
 
             # by the call, and for one call in the order of the group
             for position, rank in sorted(late_ranks, key=lambda late: late[0]):
-                first_calls[name, rank] = calls[numbers[position]]
+                first_calls[name, rank] = awaited.last(awaited.numbers[position])
         return first_calls
 
     def skipped(self, rank: int, entry: Entry) -> bool:
@@ -615,13 +712,19 @@ class JobState:
             rank: A rank that lacks the call.
             wanted: The call; siblings that lack it do not count.
         """
-        own_keys = set(map(key_of, self.issued(rank)))
+        own_keys = set(keys_of(self.issued(rank)))
         votes = Counter[bool]()
         for sibling in self.siblings_of(rank):
-            keys = list(map(key_of, self.issued(sibling)))
-            if sibling == rank or wanted not in keys:
+            if sibling == rank:
                 continue
-            later_keys = keys[keys.index(wanted) :]
+            issued = self.issued(sibling)
+            wanted_places = issued.places(
+                lambda part: part.desc == wanted.desc and part.pair == wanted.pair
+            )
+            wanted_places = wanted_places[issued.seq[wanted_places] == wanted.seq]
+            if not len(wanted_places):
+                continue
+            later_keys = keys_of(issued[int(wanted_places[0]) :])
             votes[not own_keys.isdisjoint(later_keys)] += 1
         return votes
 
@@ -694,7 +797,7 @@ class JobState:
         lacking: dict[int, None] = {}
         behind: dict[int, None] = {}
         unknown: dict[int, None] = {}
-        for entry in self.launches(rank)[head.launch]:
+        for entry in self.batch(rank, head.launch):
             peer = self.other(rank, entry)
             mate = self.mate(rank, entry)
             not_posted = self.never_posted(rank, entry)
@@ -725,7 +828,7 @@ class JobState:
         """
         shown: set[tuple[str, int]] = set()
         for rank, calls in self.outstanding.items():
-            shown.update((entry.group, rank) for entry in calls)
+            shown.update((part.group, rank) for part in calls.parts)
         hidden_ranks: set[int] = set()
         for rank, dump in self.dumps.items():
             for name, status in dump.status.items():
@@ -756,12 +859,12 @@ class JobState:
     @cached_property
     def history(self) -> bool:
         """Whether dumps hold calls that ended, too."""
-        return self._any_entry(lambda entry: entry.done)
+        return self._any_call(lambda part: part.done)
 
-    def _any_entry(self, condition: Callable[[Entry], object]) -> bool:
+    def _any_call(self, condition: Callable[[CallPart], object]) -> bool:
         """Tell whether a condition holds for some recorded call of some rank."""
         for dump in self.dumps.values():
-            if any(map(condition, dump.entries)):
+            if any(map(condition, dump.entries.parts)):
                 return True
         return False
 
@@ -780,9 +883,9 @@ class JobState:
         if not self.history:
             # Megatron takes what the environment says; the flags for it came with 0.17
             texts.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0")
-        if not self._any_entry(lambda entry: entry.site):
+        if not self._any_call(lambda part: part.site):
             texts.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1")
-        if not self._any_entry(lambda entry: entry.state == "started"):
+        if not self._any_call(lambda part: part.state == "started"):
             texts.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
         return tuple(texts)
 

@@ -6,14 +6,15 @@ them and says why.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import siblings
-from megatron_prism.features.hang.dumps import Entry, Launch
+from megatron_prism.features.hang.calls import Calls, Entry, Launch
 from megatron_prism.features.hang.state import JobState, call_text, issue_order
 from megatron_prism.features.hang.verdict import Waiting
 
@@ -305,12 +306,14 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
         for rank, count in completed.items():
             if count >= last or state.enqueued[name, rank] < last:
                 continue
-            for entry in state.outstanding[rank]:
-                is_between = entry.group == name and count < entry.seq <= last
-                # counters alone do not say what it is
-                if is_between and entry.op not in (*_ROOTED, "call"):
-                    yield rank, entry, last
-                    break
+            calls = state.outstanding[rank]
+            # counters alone do not say what it is
+            needs_everybody = calls.flags(lambda part: part.op not in (*_ROOTED, "call"))
+            of_group = calls.flags(lambda part: part.group == name)  # noqa: B023
+            is_between = of_group & (calls.seq > count) & (calls.seq <= last)
+            places = np.flatnonzero(needs_everybody & is_between)
+            if len(places):
+                yield rank, calls[int(places[0])], last
 
 
 def held(state: JobState, culprits: Collection[int]) -> set[int]:
@@ -385,7 +388,10 @@ def whom_calls_need(state: JobState, differ: Collection[Launch] = ()) -> dict[in
     queues = {rank: _oldest_last(calls) for rank, calls in state.outstanding.items()}
     is_timed = _is_timed(state)
     while True:
-        oldest_calls = {rank: queue[-1] for rank, queue in queues.items() if queue}
+        oldest_calls: dict[int, Entry] = {}
+        for rank, queue in queues.items():
+            if queue:
+                oldest_calls[rank] = state.outstanding[rank][queue[-1]]
         needs = _needs_of_running_calls(state, oldest_calls, differ, is_timed)
         _hold_rest_of_batches(state, oldest_calls, needs)
         ended = [rank for rank, needed in needs.items() if not needed]
@@ -395,11 +401,12 @@ def whom_calls_need(state: JobState, differ: Collection[Launch] = ()) -> dict[in
             queues[rank].pop()
 
 
-def _oldest_last(calls: Sequence[Entry]) -> list[Entry]:
-    """Return one call of each launch, in reverse order of issue."""
-    queue: dict[Launch, Entry] = {}
-    for entry in reversed(calls):
-        queue[entry.launch] = entry
+def _oldest_last(calls: Calls) -> list[int]:
+    """Return the place of the first call of each launch, in reverse order of issue."""
+    launches = calls.launches()
+    queue: dict[Launch, int] = {}
+    for place in range(len(launches) - 1, -1, -1):
+        queue[launches[place]] = place
     return list(queue.values())
 
 
@@ -439,8 +446,10 @@ def _needs_of_running_calls(
 
 def _is_timed(state: JobState) -> bool:
     """Tell whether the recorder knows which calls have started on the device."""
-    outstanding = itertools.chain.from_iterable(state.outstanding.values())
-    return any(entry.state == "started" for entry in outstanding)
+    for calls in state.outstanding.values():
+        if any(part.state == "started" for part in calls.parts):
+            return True
+    return False
 
 
 def _hold_rest_of_batches(
@@ -482,7 +491,7 @@ def _participants(state: JobState, rank: int, entry: Entry) -> set[int]:
     """Return the members of a collective, or both sides of the messages of a batch."""
     if not entry.pair:
         return set(state.groups[entry.group].ranks)
-    batch = state.launches(rank)[entry.launch]
+    batch = state.batch(rank, entry.launch)
     return {rank, *(state.other(rank, message) for message in batch)}
 
 
@@ -709,7 +718,7 @@ def waiting_ranks(state: JobState, blamed: Collection[int], cycle: Collection[in
 def _lacking_message(state: JobState, rank: int, head: Entry) -> Entry:
     """Return the message of a batch that the other side did not post; else ``head``."""
     if head.pair:
-        for message in state.launches(rank)[head.launch]:
+        for message in state.batch(rank, head.launch):
             if state.never_posted(rank, message):
                 return message
     return head
