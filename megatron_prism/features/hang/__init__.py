@@ -1,8 +1,9 @@
 """Hang: which rank made a job hang; dumps, logs or programs in, a verdict out (``prism hang``).
 
 diagnose.py      all ways to a verdict: ``prism.hang``
-dumps.py         Flight Recorder dumps as entries, groups and status
-recorded.py      the calls of a dump as columns
+calls.py         the calls of a rank, as entries and as columns
+dumps.py         Flight Recorder dumps: calls, groups and status
+recorded.py      the calls of a dump, a column at a time
 cut_json.py      what stands before the cut of a dump in JSON
 log_kinds.py     kinds of lines of a log
 log_grammar.py   what a line of a log says: one table, each row with its source

@@ -45,8 +45,7 @@ def first_watchdog(state: JobState) -> str:
     deadlines: list[_Deadline] = []
     for rank, calls in state.outstanding.items():
         # of each part the first call is due first
-        parts_and_places = zip(calls.parts, calls.places_of_part, strict=True)
-        for part, places in parts_and_places:
+        for part, places in calls.parts_and_places:
             with_clock = places[calls.created_ns[places] > EPOCH_NS]
             if part.timeout_ms > 0 and len(with_clock):
                 place = int(with_clock[calls.created_ns[with_clock].argmin()])
@@ -70,17 +69,15 @@ def _unlike_timeouts(state: JobState) -> str:
     timeout_of_desc: dict[str, int] = {}
     for dump in state.dumps.values():
         calls = dump.entries
-        timed = [part for part in calls.parts if part.timeout_ms > 0]
-        for part in timed:
-            timeout_of_desc.setdefault(part.desc, part.timeout_ms)
+        for part in calls.parts:
+            if part.timeout_ms > 0:
+                timeout_of_desc.setdefault(part.desc, part.timeout_ms)
 
         # the time-out of a group's last call counts
-        last_place = {
-            part: int(places[-1])
-            for part, places in zip(calls.parts, calls.places_of_part, strict=True)
-        }
-        for part in sorted(timed, key=lambda part: last_place[part]):  # noqa: B023
-            timeout_of_desc[part.desc] = part.timeout_ms
+        by_last_place = sorted(calls.parts_and_places, key=lambda row: int(row[1][-1]))
+        for part, _ in by_last_place:
+            if part.timeout_ms > 0:
+                timeout_of_desc[part.desc] = part.timeout_ms
     usual_ms = Counter(timeout_of_desc.values()).most_common(1)[0][0]
     unlike: list[str] = []
     for desc, timeout_ms in sorted(timeout_of_desc.items()):

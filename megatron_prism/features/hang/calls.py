@@ -320,10 +320,15 @@ class Calls(Sequence[Entry]):
         ends = np.cumsum(np.bincount(self.part, minlength=len(self.parts)))
         return np.split(order, ends[:-1])
 
+    @property
+    def parts_and_places(self) -> Iterable[tuple[CallPart, Integers]]:
+        """Each part, and the places of its calls, ascending."""
+        return zip(self.parts, self.places_of_part, strict=True)
+
     def places(self, condition: Callable[[CallPart], object]) -> Integers:
         """Return the places of calls with parts for which a condition holds, ascending."""
         of_parts: list[Integers] = []
-        for part, places in zip(self.parts, self.places_of_part, strict=True):
+        for part, places in self.parts_and_places:
             if condition(part):
                 of_parts.append(places)
         if not of_parts:
@@ -335,11 +340,20 @@ class Calls(Sequence[Entry]):
     @cached_property
     def collectives_of_group(self) -> dict[str, Integers]:
         """Group -> places of its collectives, with records that close batches, ascending."""
-        names = {part.group: None for part in self.parts if part.to < 0}
-        places: dict[str, Integers] = {}
-        for name in names:
-            places[name] = self.places(_is_collective_of(name))
-        return places
+        return self._places_of_groups(of_messages=False)
+
+    @cached_property
+    def messages_of_group(self) -> dict[str, Integers]:
+        """Group -> places of its messages, ascending."""
+        return self._places_of_groups(of_messages=True)
+
+    def _places_of_groups(self, of_messages: bool) -> dict[str, Integers]:
+        """Return the places of messages, or of what is none, of each group that has any."""
+        pieces: dict[str, list[Integers]] = {}
+        for part, places in self.parts_and_places:
+            if part.pair == of_messages:
+                pieces.setdefault(part.group, []).append(places)
+        return {group: np.sort(np.concatenate(places)) for group, places in pieces.items()}
 
     def launches(self) -> list[Launch]:
         """Return the launch of each call."""
@@ -349,11 +363,6 @@ class Calls(Sequence[Entry]):
             group, is_message = kinds[index]
             launches.append((group, is_message, seq))
         return launches
-
-
-def _is_collective_of(group: str) -> Callable[[CallPart], bool]:
-    """Return the condition that a part is of collectives of a group."""
-    return lambda part: part.group == group and part.to < 0
 
 
 def _first_places(part: NDArray[np.int64], count: int) -> Integers:

@@ -223,8 +223,7 @@ def _oldest_wait(state: JobState) -> _Wait:
         if not dump.written_ns:
             continue
         calls = state.outstanding[rank]
-        parts_and_places = zip(calls.parts, calls.places_of_part, strict=True)
-        for part, places in parts_and_places:
+        for part, places in calls.parts_and_places:
             issued_ns = calls.created_ns[places]
             issued_ns = issued_ns[issued_ns > EPOCH_NS]
             if not len(issued_ns):
@@ -445,8 +444,7 @@ def _first_joint_calls(state: JobState) -> dict[str, tuple[int, str]]:
     """Return group -> (number, operation) of its first outstanding call that needs everybody."""
     first_calls: dict[str, tuple[int, str]] = {}
     for outstanding in state.outstanding.values():
-        parts_and_places = zip(outstanding.parts, outstanding.places_of_part, strict=True)
-        for part, places in parts_and_places:
+        for part, places in outstanding.parts_and_places:
             if part.op in _JOINT:
                 call = int(outstanding.seq[places].min()), part.op
                 first_calls[part.group] = min(call, first_calls.get(part.group, call))

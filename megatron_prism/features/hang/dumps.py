@@ -224,7 +224,7 @@ class _Batch:
 
 def _batches_of_group(calls: Calls, group: str) -> list[_Batch]:
     """Return the batches of a group whose closing records are there, in their order."""
-    places = calls.places(lambda part: part.group == group).tolist()
+    places: list[int] = calls.places(lambda part: part.group == group).tolist()
     closes_batch = calls.flags(lambda part: part.closes_batch)[places].tolist()
     is_message = calls.pair[places].tolist()
     seqs = calls.seq[places].tolist()
@@ -286,9 +286,7 @@ def _whole_messages(calls: Calls) -> Calls:
     if calls.is_history:
         return NO_CALLS
     messages = calls.taken(calls.pair)
-    for group in {part.group for part in messages.parts}:
-        places = messages.places(lambda part, group=group: part.group == group)
-
+    for places in messages.messages_of_group.values():
         # messages of one batch have one number; the next batch has the next
         steps = np.diff(messages.seq[places], prepend=0)
         if not np.isin(steps, (0, 1)).all():

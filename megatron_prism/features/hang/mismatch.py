@@ -84,22 +84,22 @@ def find_mismatches(state: JobState) -> list[Mismatch]:
     Returns:
         The first such call of each group, and messages that do not fit; earliest first.
     """
-    ordered: list[tuple[tuple[int, ...], Mismatch]] = []
-    for place, mismatch in enumerate(_messages(state)):
-        ordered.append(((-1, place), mismatch))
+    numbered_mismatches: list[tuple[int, int, int, Mismatch]] = []
     for name, awaited in state.awaited.items():
         # of each group the calls in the order of their numbers, until one differs
         desc = awaited.last(awaited.numbers[0]).desc
         for number in _numbers_unlike(state, name, desc, awaited.numbers):
             calls = _calls_of_members(state, name, desc, number)
-            mismatch = None
-            if calls:
-                mismatch = _compare(state, calls)
+            mismatch = _compare(state, calls)
             if mismatch is not None:
-                ordered.append(((number, *awaited.first_place(number)), mismatch))
+                order, place = awaited.first_place(number)
+                numbered_mismatches.append((number, order, place, mismatch))
                 break
-    ordered.sort(key=lambda row: row[0])
-    mismatches = [mismatch for _, mismatch in ordered]
+
+    # by number, and for one number as the ranks come to it
+    numbered_mismatches.sort(key=lambda row: row[:3])
+    mismatches = list(_messages(state))
+    mismatches += [mismatch for *_, mismatch in numbered_mismatches]
     return sorted(mismatches, key=lambda mismatch: mismatch.entry.created_ns)
 
 
@@ -130,7 +130,8 @@ def _numbers_unlike(
         if codes_of_first is None:
             codes_of_first = codes
         are_alike &= (codes >= 0) & (codes == codes_of_first)
-    return numbers[~are_alike].tolist()
+    unlike: list[int] = numbers[~are_alike].tolist()
+    return unlike
 
 
 def _codes_at(
@@ -202,6 +203,8 @@ class _RightCall:
 
 def _compare(state: JobState, calls: CallsOfRanks) -> Mismatch | None:
     """Find how the members that made one call differ in it, and which of them is wrong."""
+    if not calls:
+        return None
     signatures = {rank: signature(state, entries) for rank, entries in calls.items()}
     first_signature, *unlike_signatures = dict.fromkeys(signatures.values())
     first = next(iter(calls.values()))[0]
@@ -429,7 +432,7 @@ def _unlike_the_job(
     """
     call_counts: Counter[CallPart] = Counter()
     for dump in state.dumps.values():
-        for part, places in zip(dump.entries.parts, dump.entries.places_of_part, strict=True):
+        for part, places in dump.entries.parts_and_places:
             if not part.closes_batch:
                 call_counts[part] += len(places)
     call_counts.subtract([entry.part for entry in pair])
@@ -638,7 +641,7 @@ def _first_like(state: JobState, rank: int, message: Entry, step: int) -> Entry 
     """Return the first recorded message of ``rank`` that goes as many places further."""
     calls = state.dumps[rank].entries
     first_places: list[int] = []
-    for part, places in zip(calls.parts, calls.places_of_part, strict=True):
+    for part, places in calls.parts_and_places:
         is_like = part.pair and part.desc == message.desc and part.op == message.op
         if is_like and state.step(rank, part) == step:
             first_places.append(int(places[0]))

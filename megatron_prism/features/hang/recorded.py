@@ -153,7 +153,7 @@ class RecordedCalls:
 
 # -- calls as columns -----------------------------------------------------------------------------
 # a value of another type than torch writes, or a key that is missing
-_UNUSUAL = (msgspec.ValidationError, TypeError, LookupError)
+_UNUSUAL = (msgspec.ValidationError, TypeError, LookupError, OverflowError)
 
 
 def of_rows(rows: object) -> RecordedCalls | None:
@@ -167,28 +167,23 @@ def of_rows(rows: object) -> RecordedCalls | None:
     """
     if not isinstance(rows, list) or not _are_usual(rows):
         return None
-    index_of_key: dict[object, int] = {}
-    parts: list[RecordedPart] = []
+    table = _PartTable()
     indices: list[int] = []
     numbers: dict[str, list[Integers]] = {key: [] for key in _NUMBERS}
-    items = 0
     try:
         # a part of the calls at a time: what is looked at twice is still in the processor's cache
         for start in range(0, len(rows), _AT_ONCE):
             columns = _columns(rows[start : start + _AT_ONCE])
-            items += _items_of_lists(columns)
-            if items > _MOST_ITEMS:
-                raise ValueError(_TOO_MANY)
+            indices += table.indices(columns)
             for key in _NUMBERS:
                 unknown: Sequence[int] = ()
                 if key == "record_id":
                     unknown = range(start, start + _AT_ONCE)
                 numbers[key].append(_numbers(columns[key], unknown))
-            indices += _part_indices(columns, index_of_key, parts)
     except _UNUSUAL:
         return None
     columns_of_numbers = {key: _joined(pieces) for key, pieces in numbers.items()}
-    return _of_columns(parts, indices, columns_of_numbers)
+    return _of_columns(table.parts, indices, columns_of_numbers)
 
 
 def _joined(pieces: list[Integers]) -> Integers:
@@ -196,7 +191,7 @@ def _joined(pieces: list[Integers]) -> Integers:
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
-def _columns(rows: list[dict[str, object]]) -> dict[str, list[object]]:
+def _columns(rows: list[dict[str, object]]) -> dict[str, Sequence[object]]:
     """Turn calls into columns: key -> the value of each call.
 
     Raises:
@@ -207,9 +202,8 @@ def _columns(rows: list[dict[str, object]]) -> dict[str, list[object]]:
     # one look into each call: there are millions
     values_of_call = operator.itemgetter(*present)
     rows_of_values = map(values_of_call, rows)
-    columns: dict[str, list[object]] = {}
-    for key, values in zip(present, zip(*rows_of_values, strict=True), strict=True):
-        columns[key] = list(values)
+    columns: dict[str, Sequence[object]] = {}
+    columns.update(zip(present, zip(*rows_of_values, strict=True), strict=True))
 
     # releases of torch have different keys
     for key in set(_KEYS).difference(present):
@@ -265,71 +259,109 @@ def _numbers(column: Sequence[object], unknown: Sequence[int] = ()) -> Integers:
     if not types.issubset({int, _NO_NUMBER}):
         raise TypeError("no number")
     if _NO_NUMBER in types:
-        numbers: list[int] = []
-        for place, number in enumerate(column):
-            if number is None:
-                number = unknown[place] if unknown else -1
-            numbers.append(cast(int, number))
-        column = numbers
+        if unknown or int in types:
+            column = _with_unknown(column, unknown or [-1] * len(column))
+        else:
+            return np.full(len(column), -1, np.int64)
     try:
         return np.frombuffer(array.array("q", cast("Sequence[int]", column)), np.int64)
     except OverflowError:
         raise TypeError("a number of more than 64 bits") from None
 
 
+def _with_unknown(column: Sequence[object], unknown: Sequence[int]) -> list[object]:
+    """Write what stands for an unknown number where a column has none."""
+    numbers = list(column)
+    for place, number in enumerate(numbers):
+        if number is None:
+            numbers[place] = unknown[place]
+    return numbers
+
+
 # -- what calls share -----------------------------------------------------------------------------
-def _part_indices(
-    columns: dict[str, list[object]],
-    index_of_key: dict[object, int],
-    parts: list[RecordedPart],
-) -> list[int]:
-    """Return the index of each call's part; equal calls have the same.
+class _PartTable:
+    """What the calls of a dump have in common.
 
-    Args:
-        columns: The calls.
-        index_of_key: Values as they were written -> index of their part, which grows.
-        parts: The parts of the dump, which grow.
-
-    Raises:
-        msgspec.ValidationError: A value is of another type than torch writes.
-        TypeError: Likewise.
-        LookupError: Likewise.
+    Attributes:
+        parts: The parts, each once.
     """
-    _check_types(columns["pg_id"], int, str)
-    _numbers(columns["timeout_ms"])
-    for key in ("input_dtypes", "output_dtypes"):
-        _check_types(columns[key], list, tuple)
 
-    # lists cannot be looked up: their bytes are
-    lists = zip(*(columns[key] for key in _LISTS), strict=True)
-    values = zip(
-        columns["pg_id"],
-        columns["timeout_ms"],
-        columns["process_group"],
-        columns["profiling_name"],
-        columns["state"],
-        columns["retired"],
-        map(_ENCODE, lists),
-        _places(columns["frames"]),
-        strict=True,
-    )
-    keys = list(values)
-    indices = list(map(index_of_key.get, keys))
+    def __init__(self) -> None:
+        self.parts: list[RecordedPart] = []
+        self._index_of_key: dict[object, int] = {}
+        self._items_of_parts: list[int] = []
+        self._items = 0
 
-    # calls that are like no earlier one
-    for place, index in enumerate(indices):
-        if index is not None:
-            continue
-        key = keys[place]
-        if key not in index_of_key:
-            fields = {name: columns[name][place] for name in _SHARED}
-            group_id, timeout_ms, *_, site = key
-            if not isinstance(group_id, str):
-                _numbers([group_id])
-            parts.append(_new_part(_checked(fields), group_id, timeout_ms, site))
-            index_of_key[key] = len(parts) - 1
-        indices[place] = index_of_key[key]
-    return cast("list[int]", indices)
+    def indices(self, columns: dict[str, Sequence[object]]) -> list[int]:
+        """Return the index of each call's part; equal calls have the same.
+
+        A list that is written once may stand in every call: what it means is counted each time.
+
+        Raises:
+            ValueError: The lists mean too many items.
+            msgspec.ValidationError: A value is of another type than torch writes.
+            TypeError: Likewise.
+            LookupError: Likewise.
+        """
+        _check_types(columns["pg_id"], int, str)
+        _check_types(columns["timeout_ms"], int)
+
+        # lists cannot be looked up: their bytes are
+        lists = zip(*(columns[key] for key in _LISTS), strict=True)
+        keys = zip(
+            columns["pg_id"],
+            columns["timeout_ms"],
+            columns["process_group"],
+            columns["profiling_name"],
+            columns["state"],
+            columns["retired"],
+            map(_ENCODE, lists),
+            _places(columns["frames"]),
+            strict=True,
+        )
+        indices: list[int] = []
+        index_of_key = self._index_of_key.get
+        for key in keys:
+            index = index_of_key(key)
+
+            # a call that is like no earlier one: nothing more is read before it is checked
+            if index is None:
+                place = len(indices)
+                fields = {name: columns[name][place] for name in _SHARED}
+                index = self._add(key, fields)
+            indices.append(index)
+        self._items += sum(map(self._items_of_parts.__getitem__, indices))
+        if self._items > _MOST_ITEMS:
+            raise ValueError(_TOO_MANY)
+        return indices
+
+    def _add(self, key: tuple[object, ...], fields: dict[str, object]) -> int:
+        """Add the part of a call.
+
+        Args:
+            key: What equal calls have, as it was written.
+            fields: The values that calls share.
+
+        Returns:
+            Its index.
+        """
+        group_id, timeout_ms, *_, place = key
+        _numbers([timeout_ms])
+        if not isinstance(group_id, str):
+            _numbers([group_id])
+        items = _items_of_lists(fields)
+        if items > _MOST_ITEMS:
+            raise ValueError(_TOO_MANY)
+        part = _new_part(
+            _checked(fields),
+            cast("int | str | None", group_id),
+            cast("int | None", timeout_ms),
+            cast("tuple[str, int] | None", place),
+        )
+        self.parts.append(part)
+        self._items_of_parts.append(items)
+        index = self._index_of_key[key] = len(self.parts) - 1
+        return index
 
 
 def _check_types(column: Sequence[object], *types: type) -> None:
@@ -342,24 +374,20 @@ def _check_types(column: Sequence[object], *types: type) -> None:
         raise TypeError("no value of these types")
 
 
-def _items_of_lists(columns: dict[str, list[object]]) -> int:
-    """Count the items of the lists of calls, and the numbers in lists of sizes.
-
-    After that no list of a call may mean more than it holds.
+def _items_of_lists(fields: dict[str, object]) -> int:
+    """Count the items of the lists of a call, and of the lists in its sizes.
 
     Raises:
-        TypeError: A value is no list, or a size is no number.
+        TypeError: A value is no list.
     """
     items = 0
     for key in _LISTS:
-        items += sum(map(len, cast("list[list[object]]", columns[key])))
-    for key in ("input_sizes", "output_sizes"):
-        shapes = itertools.chain.from_iterable(cast("list[list[list[int]]]", columns[key]))
-        numbers = itertools.chain.from_iterable(shapes)
-        items += len(array.array("q", itertools.islice(numbers, _MOST_ITEMS + 1)))
-    for key in ("input_dtypes", "output_dtypes"):
-        words = itertools.chain.from_iterable(cast("list[list[str]]", columns[key]))
-        "".join(itertools.islice(words, _MOST_ITEMS + 1))
+        values = fields[key]
+        if not isinstance(values, (list, tuple)):
+            raise TypeError("no list")
+        items += len(values)
+        if key.endswith("sizes"):
+            items += sum(map(len, values))
     return items
 
 
@@ -373,11 +401,11 @@ def _checked(fields: dict[str, object]) -> RawCall:
     return msgspec.convert(fields, RawCall, strict=False)
 
 
-def _places(column: list[object]) -> Sequence[tuple[str, int] | None]:
+def _places(column: Sequence[object]) -> Sequence[tuple[str, int] | None]:
     """Return file and line of the innermost frame of each call; of the others nothing is read."""
     if not _are_all(column, list) or not all(column):
         return list(map(_innermost, column))
-    first_frames = list(map(_FIRST, cast("list[list[object]]", column)))
+    first_frames = list(map(_FIRST, cast("Sequence[list[object]]", column)))
     if not _are_all(first_frames, dict):
         return list(map(_innermost, column))
 

@@ -18,9 +18,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_prism.features.hang.calls import Entry
+from megatron_prism.features.hang.calls import Calls, Entry
 from megatron_prism.features.hang.mismatch import Mismatch
-from megatron_prism.features.hang.state import CallKey, JobState, issue_order, key_of
+from megatron_prism.features.hang.state import (
+    CallKey,
+    JobState,
+    issue_order,
+    key_of,
+    places_of_key,
+)
 
 
 class MessageStep(NamedTuple):
@@ -262,11 +268,9 @@ def call_of(state: JobState, conflict: Conflict, rank: int) -> Entry | None:
         The record of ``rank``, else of a sibling, else the oldest outstanding call in a group of
         that description; None if there is none of these.
     """
-    wanted = conflict.key
     for sibling in (rank, *state.siblings_of(rank)):
         issued = state.issued(sibling)
-        of_kind = issued.places(lambda part: part.desc == wanted.desc and part.pair == wanted.pair)
-        places = of_kind[issued.seq[of_kind] == wanted.seq].tolist()
+        places = places_of_key(issued, conflict.key)
         if places:
             return issued[places[0]]
 
@@ -686,11 +690,18 @@ class MessageBatch:
 
     Attributes:
         steps: The messages, sorted.
-        first: The record of the message that was issued first.
+        messages: All messages of the rank.
+        first_place: Place, among them, of the message that was issued first.
     """
 
     steps: Way
-    first: Entry
+    messages: Calls
+    first_place: int
+
+    @property
+    def first(self) -> Entry:
+        """The record of the message that was issued first."""
+        return self.messages[self.first_place]
 
 
 @dataclass(frozen=True)
@@ -804,15 +815,25 @@ def _first_deviation(batches: Sequence[Way], period: int) -> int | None:
 
 def batches_of(state: JobState, rank: int) -> dict[str, dict[int, MessageBatch]]:
     """Collect the messages of ``rank`` by batch: group name -> number -> batch."""
-    messages: dict[str, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
-    for message in state.messages(rank):
-        messages[message.group][message.seq].append(message)
+    messages = state.messages(rank)
+    step_of_part: list[MessageStep] = []
+    for part in messages.parts:
+        step_of_part.append(MessageStep(part.op, state.step(rank, part)))
 
-    batches: dict[str, dict[int, MessageBatch]] = defaultdict(dict)
-    for name, numbered_messages in messages.items():
-        for number, issued_together in numbered_messages.items():
-            steps = [MessageStep(entry.op, state.step(rank, entry)) for entry in issued_together]
-            batches[name][number] = MessageBatch(tuple(sorted(steps)), issued_together[0])
+    # group -> number -> messages: the place of each, and its step
+    issued_together: dict[str, dict[int, list[tuple[int, MessageStep]]]] = {}
+    indices, numbers = messages.part.tolist(), messages.seq.tolist()
+    for place, (index, number) in enumerate(zip(indices, numbers, strict=True)):
+        numbered = issued_together.setdefault(messages.parts[index].group, {})
+        numbered.setdefault(number, []).append((place, step_of_part[index]))
+
+    batches: dict[str, dict[int, MessageBatch]] = {}
+    for name, numbered in issued_together.items():
+        batches[name] = {}
+        for number, placed_steps in numbered.items():
+            steps = tuple(sorted(step for _, step in placed_steps))
+            first_place, _ = placed_steps[0]
+            batches[name][number] = MessageBatch(steps, messages, first_place)
     return batches
 
 

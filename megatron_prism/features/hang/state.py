@@ -119,6 +119,13 @@ def keys_of(calls: Calls) -> list[CallKey]:
     return keys
 
 
+def places_of_key(calls: Calls, key: CallKey) -> list[int]:
+    """Return the places of the calls that have a key."""
+    of_kind = calls.places(lambda part: part.desc == key.desc and part.pair == key.pair)
+    places: list[int] = of_kind[calls.seq[of_kind] == key.seq].tolist()
+    return places
+
+
 def issue_order(entry: Entry) -> tuple[int, int]:
     """Return a key that orders calls by the time of issue; a call of unknown time comes last."""
     return entry.created_ns if entry.created_ns >= 0 else 1 << 63, entry.seq
@@ -205,7 +212,8 @@ class _Queue:
 
     def places_of(self, number: int) -> list[int]:
         """Return the places of calls that have a number."""
-        return self.places[self.calls.seq[self.places] == number].tolist()
+        places: list[int] = self.places[self.calls.seq[self.places] == number].tolist()
+        return places
 
 
 class AwaitedCalls:
@@ -355,8 +363,7 @@ class JobState:
             return
         calling_groups = {part.group for part in dump.entries.parts}
         uncounted = self.pairs | (calling_groups - dump.status.keys())
-        parts_and_places = zip(dump.entries.parts, dump.entries.places_of_part, strict=True)
-        for part, places in parts_and_places:
+        for part, places in dump.entries.parts_and_places:
             key = (part.group, rank)
             seqs = dump.entries.seq[places]
             if part.group in uncounted:
@@ -718,13 +725,10 @@ class JobState:
             if sibling == rank:
                 continue
             issued = self.issued(sibling)
-            wanted_places = issued.places(
-                lambda part: part.desc == wanted.desc and part.pair == wanted.pair
-            )
-            wanted_places = wanted_places[issued.seq[wanted_places] == wanted.seq]
-            if not len(wanted_places):
+            wanted_places = places_of_key(issued, wanted)
+            if not wanted_places:
                 continue
-            later_keys = keys_of(issued[int(wanted_places[0]) :])
+            later_keys = keys_of(issued[wanted_places[0] :])
             votes[not own_keys.isdisjoint(later_keys)] += 1
         return votes
 

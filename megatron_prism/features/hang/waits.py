@@ -7,14 +7,12 @@ them and says why.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import siblings
-from megatron_prism.features.hang.calls import Calls, Entry, Launch
+from megatron_prism.features.hang.calls import CallPart, Calls, Entry, Launch
 from megatron_prism.features.hang.state import JobState, call_text, issue_order
 from megatron_prism.features.hang.verdict import Waiting
 
@@ -307,13 +305,19 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
             if count >= last or state.enqueued[name, rank] < last:
                 continue
             calls = state.outstanding[rank]
-            # counters alone do not say what it is
-            needs_everybody = calls.flags(lambda part: part.op not in (*_ROOTED, "call"))
-            of_group = calls.flags(lambda part: part.group == name)  # noqa: B023
-            is_between = of_group & (calls.seq > count) & (calls.seq <= last)
-            places = np.flatnonzero(needs_everybody & is_between)
+            places = calls.places(_is_of_everybody(name))
+            numbers = calls.seq[places]
+            places = places[(numbers > count) & (numbers <= last)]
             if len(places):
                 yield rank, calls[int(places[0])], last
+
+
+def _is_of_everybody(name: str) -> Callable[[CallPart], bool]:
+    """Return the condition that a part is of calls of a group that need all its members.
+
+    Counters alone do not say what a call is.
+    """
+    return lambda part: part.group == name and part.op not in (*_ROOTED, "call")
 
 
 def held(state: JobState, culprits: Collection[int]) -> set[int]:

@@ -1,6 +1,7 @@
 """Records of messages and calls that were issued in one batch have the state of their batch."""
 
-from megatron_prism.features.hang.dumps import Entry, of_batches
+from megatron_prism.features.hang.calls import Calls, Entry
+from megatron_prism.features.hang.dumps import of_batches
 
 
 def entry(record, op, group="0", seq=1, to=-1, state="scheduled", done=False):
@@ -17,7 +18,7 @@ def ended(record, op="coalesced", **more):
 
 
 def states(entries):
-    return {one.record: one.state for one in of_batches(tuple(entries))}
+    return {one.record: one.state for one in of_batches(Calls.of(entries))}
 
 
 def later(*entries):
@@ -31,7 +32,8 @@ def test_messages_have_the_state_of_the_record_that_closes_their_batch():
     both = [send(1), send(2)]
     assert later(*both, ended(3)) == dict.fromkeys((1, 2, 3), "completed")
     assert later(*both, entry(3, "coalesced", state="started"))[1] == "started"
-    assert all(one.done for one in of_batches((send(0), send(1), ended(2))))
+    batch = Calls.of((send(0), send(1), ended(2)))
+    assert all(one.done for one in of_batches(batch))
 
 
 def test_a_batch_takes_only_what_was_issued_in_it():
