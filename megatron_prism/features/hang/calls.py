@@ -8,11 +8,10 @@ sequence numbers and times are columns.  Questions about all calls are answered 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,21 +100,7 @@ class Entry(NamedTuple):  # made by the million: a frozen dataclass takes four t
     @property
     def part(self) -> CallPart:
         """What it may have in common with other calls."""
-        return CallPart(
-            self.group,
-            self.desc,
-            self.op,
-            self.to,
-            self.numbers,
-            self.dtypes,
-            self.state,
-            self.done,
-            self.site,
-            self.timeout_ms,
-        )
-
-
-_entry_of = functools.partial(tuple.__new__, Entry)  # Entry._make, without a frame of Python
+        return CallPart._make((*self[1:4], *self[6:13]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,17 +128,13 @@ class Calls(Sequence[Entry]):
         """Turn entries into columns; what are columns already stays as it is."""
         if isinstance(entries, Calls):
             return entries
-        entries = list(entries)
         index_of_part: dict[CallPart, int] = {}
-        indices = [index_of_part.setdefault(entry.part, len(index_of_part)) for entry in entries]
-        return cls(
-            tuple(index_of_part),
-            np.array(indices, np.int64),
-            np.array([entry.record for entry in entries], np.int64),
-            np.array([entry.seq for entry in entries], np.int64),
-            np.array([entry.calls for entry in entries], np.int64),
-            np.array([entry.created_ns for entry in entries], np.int64),
-        )
+        rows: list[tuple[int, ...]] = []
+        for entry in entries:
+            index = index_of_part.setdefault(entry.part, len(index_of_part))
+            rows.append((index, entry.record, entry.seq, entry.calls, entry.created_ns))
+        columns = np.array(rows, np.int64).reshape(-1, 5)
+        return cls(tuple(index_of_part), *columns.T)
 
     # -- a sequence of entries --------------------------------------------------------------------
     def __len__(self) -> int:
@@ -169,49 +150,18 @@ class Calls(Sequence[Entry]):
         if isinstance(place, slice):
             return self.taken(np.arange(len(self))[place])
         part = self.parts[self.part[place]]
-        return Entry(
-            int(self.record[place]),
-            part.group,
-            part.desc,
-            part.op,
-            int(self.seq[place]),
-            int(self.calls[place]),
-            part.to,
-            part.numbers,
-            part.dtypes,
-            part.state,
-            part.done,
-            part.site,
-            part.timeout_ms,
-            int(self.created_ns[place]),
-        )
+        record, seq = int(self.record[place]), int(self.seq[place])
+        calls, created_ns = int(self.calls[place]), int(self.created_ns[place])
+        return Entry._make((record, *part[:3], seq, calls, *part[3:], created_ns))
 
     def __iter__(self) -> Iterator[Entry]:
-        if not self.parts:
-            return iter(())
-        fields_of_part = zip(*self.parts, strict=True)
-        columns: list[Iterable[object]] = []
-        for values in fields_of_part:
-            columns.append([values[index] for index in self.part.tolist()])
-        groups, descs, ops, peers, numbers, dtypes, states, are_done, sites, timeouts = columns
-        rows = zip(
-            self.record.tolist(),
-            groups,
-            descs,
-            ops,
-            self.seq.tolist(),
-            self.calls.tolist(),
-            peers,
-            numbers,
-            dtypes,
-            states,
-            are_done,
-            sites,
-            timeouts,
-            self.created_ns.tolist(),
-            strict=True,
-        )
-        return cast("Iterator[Entry]", map(_entry_of, rows))
+        heads = [part[:3] for part in self.parts]
+        tails = [part[3:] for part in self.parts]
+        columns = (self.part, self.record, self.seq, self.calls, self.created_ns)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for index, record, seq, calls, created_ns in rows:
+            fields = (record, *heads[index], seq, calls, *tails[index], created_ns)
+            yield Entry._make(fields)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or len(self) != len(other):
@@ -227,8 +177,9 @@ class Calls(Sequence[Entry]):
 
     def place_of(self, entry: Entry) -> int:
         """Return the first place at which a call stands; -1 if it is not among these."""
-        for place in np.flatnonzero((self.record == entry.record) & (self.seq == entry.seq)):
-            if self[int(place)] == entry:
+        is_like = (self.record == entry.record) & (self.seq == entry.seq)
+        for place in np.flatnonzero(is_like).tolist():
+            if self[place] == entry:
                 return int(place)
         return -1
 
@@ -256,7 +207,10 @@ class Calls(Sequence[Entry]):
             return self
         more = Calls.of(entries)
         index_of_part = {part: index for index, part in enumerate(self.parts)}
-        indices = [index_of_part.setdefault(part, len(index_of_part)) for part in more.parts]
+        indices: list[int] = []
+        for part in more.parts:
+            index = index_of_part.setdefault(part, len(index_of_part))
+            indices.append(index)
         return Calls(
             tuple(index_of_part),
             np.concatenate([self.part, np.array(indices, np.int64)[more.part]]),
@@ -285,7 +239,8 @@ class Calls(Sequence[Entry]):
     # -- columns ----------------------------------------------------------------------------------
     def flags(self, condition: Callable[[CallPart], object]) -> Flags:
         """Tell of each call whether a condition holds for its part."""
-        return self.per_part(list(map(bool, map(condition, self.parts))), np.bool_)
+        holds = [bool(condition(part)) for part in self.parts]
+        return self.per_part(holds, np.bool_)
 
     def per_part(self, values: Sequence[object], dtype: type[np.generic] = np.int64) -> NDArray:  # type: ignore[type-arg]
         """Return the value of each call's part.

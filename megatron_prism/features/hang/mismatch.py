@@ -129,7 +129,8 @@ def _numbers_unlike(
         codes = _codes_at(state.numbered(rank, desc), numbers, code_of_sign)
         if codes_of_first is None:
             codes_of_first = codes
-        are_alike &= (codes >= 0) & (codes == codes_of_first)
+        are_alike &= codes >= 0
+        are_alike &= codes == codes_of_first
     unlike: list[int] = numbers[~are_alike].tolist()
     return unlike
 
@@ -152,15 +153,19 @@ def _codes_at(
         code = -1
         if part.op in SIZED:
             sign = part.op, part.dtypes, part.numbers
-            code = code_of_sign.setdefault(sign, len(code_of_sign))
+            next_code = len(code_of_sign)
+            code = code_of_sign.setdefault(sign, next_code)
         codes_of_parts.append(code)
     codes = np.full(len(numbers), -1)
     firsts = np.searchsorted(numbered.numbers, numbers)
     ends = np.searchsorted(numbered.numbers, numbers, "right")
-    are_single = ends - firsts == 1
-    places = numbered.places[firsts[are_single]]
-    if len(places):
-        codes[are_single] = np.array(codes_of_parts, np.int64)[numbered.calls.part[places]]
+    counts = ends - firsts
+    are_single = counts == 1
+    first_places = firsts[are_single]
+    if len(first_places):
+        places = numbered.places[first_places]
+        codes_of_calls = numbered.calls.per_part(codes_of_parts)
+        codes[are_single] = codes_of_calls[places]
     return codes
 
 
@@ -553,10 +558,10 @@ def _totals(state: JobState, calls: dict[int, list[Entry]]) -> Mismatch | None:
 def _messages(state: JobState) -> Iterator[Mismatch]:
     """Find sends and receives, the oldest of both sides, that do not fit."""
     for rank, outstanding in state.outstanding.items():
-        sends = outstanding.places(lambda part: part.op == "send")
-        if not len(sends):
+        sends = outstanding.places(lambda part: part.op == "send").tolist()
+        if not sends:
             continue
-        send = outstanding[int(sends[0])]
+        send = outstanding[sends[0]]
 
         # without a receive of the other side it waits, and nothing is compared
         receive = state.mate(rank, send)
@@ -643,14 +648,20 @@ def _first_like(state: JobState, rank: int, message: Entry, step: int) -> Entry 
     first_places: list[int] = []
     for part, places in calls.parts_and_places:
         is_like = part.pair and part.desc == message.desc and part.op == message.op
-        if is_like and state.step(rank, part) == step:
-            first_places.append(int(places[0]))
-    return calls[min(first_places)] if first_places else None
+        if not is_like or state.step(rank, part) != step:
+            continue
+        first_place = int(places[0])
+        first_places.append(first_place)
+    if not first_places:
+        return None
+    place = min(first_places)
+    return calls[place]
 
 
 def _from(calls: Calls, first: Entry) -> Iterator[Entry]:
     """Yield the calls of a rank from one of them on."""
-    for place in range(calls.place_of(first), len(calls)):
+    first_place = calls.place_of(first)
+    for place in range(first_place, len(calls)):
         yield calls[place]
 
 
