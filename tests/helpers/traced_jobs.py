@@ -21,25 +21,28 @@ def _rank(rank, world, folder, slow, long):
     product = torch.ones(64, 64)
 
     def compute(seconds):
-        """Sleeps, so that ranks do not take each other's cores, with operators around it."""
+        """Sleep, so that ranks do not take each other's cores, with operators around it.
+
+        A sleep is long beside what a busy host adds to an iteration.
+        """
         torch.mm(product, product)
         time.sleep(seconds * (slow.get(rank, 1.0)))
         torch.mm(product, product)
 
     def step(number):
         for _ in range(3):
-            compute(0.012)
+            compute(0.05)
             dist.all_reduce(values, group=tp)
-        compute(0.018 * (3 if number == long else 1))
+        compute(0.07 * (4 if number == long else 1))
         handle = dist.all_reduce(gradients, async_op=True)
-        compute(0.006)
+        compute(0.024)
         handle.wait()
         sent = dist.isend(values, (rank + 1) % world)
         dist.recv(torch.empty(4096), (rank - 1) % world)
         sent.wait()
         gathered = torch.empty(world * 100)
         dist.all_gather_into_tensor(gathered, torch.ones(100))
-        compute(0.004)
+        compute(0.016)
 
     def ready(p):
         p.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
