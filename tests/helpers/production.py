@@ -26,6 +26,7 @@ TP, EP = "TENSOR_MODEL_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
 PP, DP = "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"
 CP, EMBEDDING = "CONTEXT_PARALLEL_GROUP", "EMBEDDING_GROUP"
 TEP, EDP = "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"
+AT_END = 1 << 30  # a place behind all ops
 EVERYBODY, NORM = "default_pg", "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 
 
@@ -161,6 +162,19 @@ def stands(it, *ranks, part="3", at=40, silent=False):
             before += len(ops)
         faults[rank] = RankFault(host=before + at, silent=silent)
     return faults
+
+
+def before_first_call(stuck, waiting):
+    """The host of a rank stops 30 ops before the first call of a group, to which another came."""
+
+    def change(it):
+        faults = {}
+        for rank, ops_before in ((stuck, 30), (waiting, 0)):
+            first_call = index(it.of(rank, "1"), "all_reduce", EMBEDDING)
+            faults |= stands(rank, part="1", at=first_call - ops_before)(it)
+        return faults
+
+    return change
 
 
 def device_stops(rank, part="3", at=40):
@@ -455,6 +469,13 @@ CASES = (
     case("a stage skips a barrier", "rank-dependent branch after a save", both(*(
          without(r, "save") for r in range(8))), range(8), ("host stuck", "mismatch"), EVERYBODY,
          "barrier"),
+    case("a rank calls alone behind the last save", "pytorch 88000: a call under if rank == 0",
+         more([0], "save", AT_END, Op("all_reduce", EVERYBODY, "fp32", 1, 1, "sum")), {0},
+         "mismatch", EVERYBODY, "all_reduce"),
+    case("a host stops before a group's first call", "a sibling makes its communicator, unrecorded",
+         before_first_call(0, 8), {0}, "host stuck"),
+    case("a member skips a barrier of gloo", "the others of its group wait there, unrecorded",
+         stands(1, 3, 5, part="3", at=0), (), "undetermined", exit=(3,)),
     case("inversion in a mesh's pipeline", "not Megatron's words: 8 innocents were named", swapped(
          5, "2", ("reduce_scatter", DP, 0), ("all_to_all", EP, 23)), {5}, "order", DP,
          files=called({PP: "mesh_pp"})),

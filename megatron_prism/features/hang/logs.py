@@ -188,7 +188,7 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
         attempt = _ATTEMPT.search(str(path.parent))
         log = _Log(job, number, owner, int(attempt[1]) if attempt else 0)
         log.read(data.decode(errors="replace"))
-    if not job.logged and not job.evidence:
+    if not job.logged and not job.evidence and not job.absent:
         raise DumpError("no line of these logs is of a rank: [rank12]: …, or a rank in its name",
                         fix=FIX)  # fmt: skip
     return job.dumps()

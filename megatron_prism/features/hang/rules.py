@@ -303,7 +303,12 @@ def lone_callers(judgement: Judgement) -> list[Culprit]:
     call_of_rank: dict[int, Entry] = {}
     lost: set[int] = set()
     for entry in calls.values():
-        for member in state.groups[entry.group].ranks:
+        members = state.groups[entry.group].ranks
+
+        # it ended on a member: all have come to it
+        if any(state.is_over(member, entry) for member in members):
+            continue
+        for member in members:
             if member in state.dumps and state.arrived(member, entry):
                 call_of_rank[member] = entry
             elif member in state.missing:
@@ -676,10 +681,20 @@ _BY_LOGS_ALONE = (
     "production a stage skips a barrier, logs",
     "production data loader of a whole stage, logs",
 )
-_LATE_IN_PRODUCTION = (*_SKIPPED_BARRIER, *_STALLED_LOADER, *_AWAITED_DEAD, *_BY_LOGS_ALONE)
+_FIRST_CALL = ("production a host stops before a group's first call",)
+_GLOO_BARRIER = ("production a member skips a barrier of gloo",)
+_LATE_IN_PRODUCTION = (
+    *_SKIPPED_BARRIER,
+    *_STALLED_LOADER,
+    *_AWAITED_DEAD,
+    *_BY_LOGS_ALONE,
+    *_FIRST_CALL,
+    *_GLOO_BARRIER,
+)
+_CALLED_ALONE = ("production a rank calls alone behind the last save",)
+# lines of public reports
+_MONITORED_BARRIERS = ("public wenet-e2e/wenet#2552", "public NVIDIA/nccl#849")
 
-# a row without a case decides only jobs that tests of this feature make up (test_doubts,
-# test_log_lines, test_reality): none of its kind was recorded, none is drawn or of production
 RULES = (
     Rule("its process failed", failed_processes, _drawn("killed", ("logs",))),
     Rule(
@@ -687,13 +702,13 @@ RULES = (
         hosts_outside_nccl,
         ("recorded nosave, with a log",),
     ),
-    Rule("it did not come to a monitored barrier", absent_from_barrier),
+    Rule("it did not come to a monitored barrier", absent_from_barrier, _MONITORED_BARRIERS),
     Rule(
         "its call differs",
         unlike_calls,
         _drawn("drop extra message_shape shape", _ALL) + _drawn("dtype operation swap", _BOTH),
     ),
-    Rule(_LONE_CALLERS, lone_callers),
+    Rule(_LONE_CALLERS, lone_callers, _CALLED_ALONE),
     Rule(_LATE_HOSTS, late_hosts, _drawn("gil host_stuck", _ALL) + _LATE_IN_PRODUCTION),
     Rule(
         "a call ended on others",
@@ -731,14 +746,18 @@ RULES = (
 EXCEPTIONS = (
     RuleException("it is further on than a sibling", _excuse_further_on, _BY_LOGS_ALONE),
     RuleException("it may wait for a rank without a dump", _excuse_waiting_for_dead, _AWAITED_DEAD),
-    RuleException("it may wait while a communicator is created", _excuse_creating_group),
+    RuleException(
+        "it may wait while a communicator is created", _excuse_creating_group, _FIRST_CALL
+    ),
     RuleException(
         "it stands between two iterations", _excuse_between_iterations, ("recorded nosave",)
     ),
     RuleException(
         "all members of a group wait for nobody",
         _doubt_whole_groups,
-        (*_SKIPPED_BARRIER, *_STALLED_LOADER),
+        (*_SKIPPED_BARRIER, *_STALLED_LOADER, *_FIRST_CALL),
     ),
-    RuleException("all members of a group but one wait for nobody", _excuse_lacking_member),
+    RuleException(
+        "all members of a group but one wait for nobody", _excuse_lacking_member, _GLOO_BARRIER
+    ),
 )

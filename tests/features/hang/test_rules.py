@@ -2,7 +2,8 @@
 
 Cases are kinds of faults that are planted in drawn programs of 16 ranks, with the recorder's
 history (and timing), with outstanding calls only, or by what the job would print alone; hangs that
-were recorded on 2 x H100; and hangs of production, planted in captured worlds, that a row names.
+were recorded on 2 x H100; hangs of production, planted in captured worlds, that a row names; and
+lines of public reports.
 """
 
 from pathlib import Path
@@ -29,6 +30,13 @@ SAVE_LOG = """\
 [rank0]:     work.wait()
 [rank0]: RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv
 """
+# what public reports print of a monitored barrier: nothing else in the log names a rank
+PUBLIC_LOGS = {
+    "wenet-e2e/wenet#2552": "RuntimeError: Rank 1 failed to pass monitoredBarrier in 1200000 ms",
+    "NVIDIA/nccl#849": (
+        "RuntimeError: [Rank 0]: Ranks 4, 5, 6, 7 failed to pass monitoredBarrier in 2000000 ms"
+    ),
+}
 HISTORY = {"timing": True}
 ACTIVE = {"active_only": True, "stacks": False}
 TABLES = {"RULES": rules.RULES, "EXCEPTIONS": rules.EXCEPTIONS}
@@ -70,6 +78,9 @@ def cases(tmp_path_factory):
             values = dict(export.dumps_of(state, **ACTIVE))
             path.write_text(rendered_logs.text(values, state.programs.world, silent))
             dumps[f"{name}, logs"] = logs.read_logs([path])
+    for report, line in PUBLIC_LOGS.items():
+        path.write_text(f"{line}\n")
+        dumps[f"public {report}"] = logs.read_logs([path])
     path.write_text(SAVE_LOG.format(function="get_parameter_state_dp_zero"))
     dumps["recorded nosave, with a log"] = logs.together(dumps["recorded nosave"], [path])
     return dumps
@@ -82,6 +93,10 @@ def answers(cases):
 
 
 ROWS = [(table, row) for table, rows in TABLES.items() for row in rows]
+
+
+def test_every_row_decides_a_case():
+    assert [row.name for _, row in ROWS if not row.decides] == []
 
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=[row.name for _, row in ROWS])
