@@ -22,7 +22,7 @@ what core has, and core works without it:
     compare/ sweep/         two jobs, many layouts
     hang/ faults/ uneven/   which rank hangs, planted faults, inputs that differ between ranks
     verify/ streams/        does a layout compute the same, is the order of streams right
-    life/                   memory of the parts of a process's life
+    life/ phases/           memory of the parts of a process's life, of training and generating
     reshard/ traces/        a checkpoint in another layout, traces of a real job
     debugger/ pacing/       stop in a rank, let it run as slowly as in the large job
     scripts/ patches/       launch scripts run dry, what an emulated job changes in Megatron

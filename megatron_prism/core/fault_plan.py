@@ -446,14 +446,8 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
     Raises:
         UsageError: The file is no such list, or one of the faults is not understood.
     """
-    import yaml
-
     with foreign.reading(path, "a plan of faults", "a YAML list: - drop@rank=3,group=tp,nth=1"):
-        try:
-            stored = yaml.safe_load(foreign.read_yaml(path))
-        except yaml.YAMLError as error:
-            raise ValueError(f"it is no YAML: {error}") from None
-        rows = foreign.shaped(stored, _Plan)
+        rows = foreign.shaped(foreign.load_yaml(path), _Plan)
     faults = []
     for row in rows:
         text = row

@@ -302,6 +302,15 @@ def read_yaml(path: str | os.PathLike[str]) -> str:
     return text
 
 
+def load_yaml(path: str | os.PathLike[str]) -> object:
+    """The value of a YAML file.  OSError; ValueError if it is none, long or deep."""
+    try:
+        value: object = yaml.safe_load(read_yaml(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {error}") from None
+    return value
+
+
 # -- pickles --------------------------------------------------------------------------------------
 class HostileValueError(ValueError):
     """It asks for code or for objects from outside; nothing was executed."""

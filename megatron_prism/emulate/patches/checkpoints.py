@@ -24,6 +24,7 @@ from megatron_prism.emulate.patch import ENABLES, PROTECTS, Original, PatchConte
 from megatron_prism.emulate.patches import own_layout, planned_reads, planned_writes
 from megatron_prism.emulate.patches.shifted_states import shifted_states
 from megatron_prism.emulate.patches.startup import megatron_args
+from megatron_prism.memory.saved_bytes import SavedBytes
 
 PATCHES = Patches(purpose=PROTECTS)
 _NO_CHECKPOINTS = (
@@ -498,13 +499,14 @@ def weigh(module: ModuleType, monitor: Any, save: Callable[[], object]) -> None:
             sys.stderr.write(f"prism: what a checkpoint takes is unknown: {why}\n")
             monitor.peak_source.parts.pop("checkpoint", None)
     if states:
-        _plan_writes(monitor, states[0])
+        monitor.saved_bytes = _planned_bytes(states[0])
 
 
-def _plan_writes(monitor: Any, state: dict[str, object]) -> None:
-    """Keep what the rank writes; a line says where that stays unknown."""
+def _planned_bytes(state: dict[str, object]) -> SavedBytes | None:
+    """Return what the rank writes; None where that stays unknown, which a line says."""
     try:
-        monitor.saved_bytes = planned_writes.planned_write(state, megatron_args())
+        return planned_writes.planned_write(state, megatron_args())
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         sys.stderr.write(f"prism: what a checkpoint takes of the host is unknown: {why}\n")
+    return None

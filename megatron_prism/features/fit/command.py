@@ -7,9 +7,10 @@ import pickle
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments, what_ifs
 from megatron_prism.cli.command import (
@@ -99,7 +100,7 @@ def fit(args: argparse.Namespace) -> Answer:
         **settings,
     )
     if getattr(args, "try"):
-        found = _with_trials(args, found, settings)
+        found = _with_trials(args, found, partial(fit_programs, with_changes=False, **settings))
     name = args.of_class or found.worst
     if name not in found.memory.classes:
         raise UsageError(f"there is no class {name}", fix=f"use {', '.join(found.memory.classes)}")
@@ -139,10 +140,9 @@ def _line_of(args: argparse.Namespace, programs: Programs) -> list[str]:
     return line
 
 
-def _with_trials(args: argparse.Namespace, found: Fit, settings: Mapping[str, Any]) -> Fit:
+def _with_trials(args: argparse.Namespace, found: Fit, fit_as_asked: Callable[..., Fit]) -> Fit:
     """Capture the job with further changes, into a folder beside its slices."""
     from megatron_prism.cli.output import console
-    from megatron_prism.features.fit.fit import fit as fit_programs
     from megatron_prism.features.fit.trials import CapturedLine, with_trials
 
     if found.programs.source.get("what-if"):
@@ -155,7 +155,7 @@ def _with_trials(args: argparse.Namespace, found: Fit, settings: Mapping[str, An
         raise UsageError(message, fix="prism fit --try … torchrun … pretrain_gpt.py …")
 
     def weigh(programs: Programs) -> Fit:
-        return fit_programs(programs, limit=found.limit, with_changes=False, **settings)
+        return fit_as_asked(programs, limit=found.limit)
 
     captured_line = CapturedLine(
         words=tuple(line),
