@@ -762,7 +762,7 @@ class _Explainer:
         """Change one call of a program.
 
         It is as the dump has it (of ``entries``), left out, made twice, with the other neighbour,
-        or exchanged with the next.
+        or exchanged with the next.  Or the rank has fewer microbatches.
         """
         calls: list[int] = []
         for index, op in enumerate(ops):
@@ -770,6 +770,8 @@ class _Explainer:
                 calls.append(index)
         for entry in entries:
             yield from _as_in_dump(ops, calls, entry)
+
+        yield from _fewer_turns(ops, calls)
 
         # each call left out, then each made twice, then each exchanged with the next
         for index in calls:
@@ -789,6 +791,39 @@ class _Explainer:
         for index, next_index in itertools.pairwise(calls):
             if self._key(ops[index]) != self._key(ops[next_index]):
                 yield _order(ops, index, next_index)
+
+
+def _fewer_turns(ops: list[Op], calls: Sequence[int]) -> Iterator[_Edit]:
+    """Leave out the last microbatches, as a loop does whose data ended.
+
+    Where a microbatch makes one call alone, a call that was left out looks the same, so nothing is
+    said of turns.
+    """
+    calls_of_microbatch: dict[int, list[int]] = defaultdict(list)
+    for index in calls:
+        microbatch = ops[index].microbatch
+        if microbatch >= 0:
+            calls_of_microbatch[microbatch].append(index)
+    turns = sorted(calls_of_microbatch)
+    removed_calls: list[int] = []
+    for remaining in range(len(turns) - 1, 0, -1):
+        last_turn = turns[remaining]
+        removed_calls += calls_of_microbatch[last_turn]
+        if len(removed_calls) < 2:
+            continue
+        counts = Counter((ops[index].name, ops[index].group) for index in removed_calls)
+        ((name, group), count), *_ = counts.most_common(1)
+        text = f"issued {count} {name} of {group} less"
+        other_count = len(removed_calls) - count
+        if other_count:
+            text += f", and {counted(other_count, 'other call')}"
+        text += f": its loop over microbatches had {counted(remaining, 'turn')}, "
+        text += f"its program has {len(turns)}"
+        removed: set[int] = set()
+        for index, op in enumerate(ops):
+            if op.microbatch >= last_turn:
+                removed.add(index)
+        yield _Edit("skipped call", text, min(removed_calls), without(ops, removed))
 
 
 def _collectives_of(program: Program, end: int) -> Counter[str]:

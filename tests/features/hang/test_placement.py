@@ -113,6 +113,22 @@ def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():
     assert all("places in its program fit" in str(p) for p in found.places if p.index < 0)
 
 
+def test_fewer_turns_of_a_loop_are_said():
+    _, found = placed("moe", "skip_microbatch@rank=5,mb=1")
+    assert found.confirmed
+    text = (
+        "rank 5 then issued 12 all_to_all of EXPERT_MODEL_PARALLEL_GROUP less, and 14 other calls: "
+        "its loop over microbatches had 1 turn, its program has 2"
+    )
+    assert found.lines[-1] == text
+
+
+def test_a_call_that_was_left_out_is_no_turn():
+    _, found = placed("moe", "drop@rank=6,group=tp,nth=5")
+    assert found.confirmed
+    assert "turn" not in " ".join(found.lines)
+
+
 def test_a_wrong_verdict_is_not_confirmed():
     """Blame another rank: then the others do not stand where they stood."""
     _, _, dumps, verdict = planted("moe", "gil@rank=10,group=tp,nth=21")
