@@ -333,7 +333,9 @@ def _nobody(judgement: Judgement) -> Diagnosis:
         verdict = "mismatch"
     elif is_deadlock:
         verdict = "deadlock"
-    # all waits end at ranks without a dump, though a cut dump may hide another end
+    # all waits end at ranks without a dump, though a cut dump or log may hide another end
+    elif state.observed.cut_log:
+        verdict = "undetermined"
     elif unknown_ends and set(unknown_ends) <= set(state.missing) and judgement.most_are_here():
         verdict = "missing dump"
     return _result(judgement, verdict, [], cycle)

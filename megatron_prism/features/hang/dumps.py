@@ -122,6 +122,7 @@ class DumpSet:
     absent     : ranks that did not come to a monitored barrier, by what the others print
     logged     : ranks of which there is a line in a log
     world      : how many ranks the job has, by its log; 0: it does not say so
+    cut_log    : whether a log of several ranks ends too early: more of them may have spoken in it
     """
 
     dumps: Mapping[int, Dump]
@@ -133,6 +134,7 @@ class DumpSet:
     absent: tuple[int, ...] = ()
     logged: frozenset[int] = frozenset()
     world: int = 0
+    cut_log: bool = False
 
     @cached_property
     def listed(self) -> Mapping[str, Counter[Group]]:

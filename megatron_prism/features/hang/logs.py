@@ -155,7 +155,7 @@ def together(dumps: DumpSet | None, logs: Sequence[str | os.PathLike[str]]) -> D
     waits = tuple(wait for wait in logged.waits if wait.rank not in dumps.dumps)
     return DumpSet({**logged.dumps, **dumps.dumps}, dumps.unreadable, logged.events,
                    logged.evidence, waits, logged.differ, logged.absent, logged.logged,
-                   logged.world)  # fmt: skip
+                   logged.world, logged.cut_log)  # fmt: skip
 
 
 def is_log(path: Path) -> bool:
@@ -185,6 +185,8 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
         if cut:
             job.notes.append(f"{path.name} is cut off: it is read up to there")
         owner = rank_of_name(path.name)
+        if cut and owner is None:
+            job.cut_log = True
         attempt = _ATTEMPT.search(str(path.parent))
         log = _Log(job, number, owner, int(attempt[1]) if attempt else 0)
         log.read(data.decode(errors="replace"))
@@ -491,6 +493,7 @@ class _Job:
         self.absent: set[int] = set()
         self.differ: list[Differ] = []
         self.deduplicated = False
+        self.cut_log = False
 
     def dumps(self) -> DumpSet:
         """The observation of the last attempt."""
@@ -511,7 +514,7 @@ class _Job:
         return DumpSet(dumps, events=events, evidence=(*self.notes, *evidence),
                        waits=tuple(self._waits(groups)), differ=tuple(self.differ),
                        absent=tuple(sorted(self.absent)), logged=frozenset(self.logged),
-                       world=self.sizes.get("size", 0))  # fmt: skip
+                       world=self.sizes.get("size", 0), cut_log=self.cut_log)  # fmt: skip
 
     def _tell_ranks(self) -> None:
         """Give each rank what it printed in the last attempt."""

@@ -419,6 +419,11 @@ def ranks_without_dump(judgement: Judgement) -> list[Culprit]:
     """Find ranks without a dump at which waits end."""
     state = judgement.state
     call_of_rank = waits.dead_ranks(state, judgement.parted.stale)
+
+    # what these ranks printed may stand behind the end of a log that is cut off
+    if state.observed.cut_log and state.has_logs:
+        judgement.suspect(call_of_rank)
+        return []
     printed = [rank for rank in call_of_rank if rank in state.observed.logged]
 
     # some of them printed something: the silent ones are likelier

@@ -358,6 +358,18 @@ def test_a_packed_log_is_read_up_to_its_cut(tmp_path):
     assert "job.log.gz is cut off: it is read up to there" in found.evidence
 
 
+def test_who_is_silent_in_a_log_that_is_cut_off_may_have_spoken_behind_its_cut(tmp_path):
+    """Of the whole log ranks 2 and 3 are named; of the cut one they may have lines behind it."""
+    noise = "".join(f"line {number * 7919 % 10007}\n" for number in range(3000))
+    packed = gzip.compress((world(4) + waits(0) + waits(1) + noise).encode())
+    _written(tmp_path, packed, "job.log.gz")
+    whole = analyze.diagnose_dumps(read_folder(tmp_path))
+    assert [culprit.rank for culprit in whole.culprits] == [2, 3]
+    _written(tmp_path, packed[: len(packed) // 2], "job.log.gz")
+    found = analyze.diagnose_dumps(read_folder(tmp_path))
+    assert (found.verdict, found.culprits, found.candidates) == ("undetermined", (), (2, 3))
+
+
 @pytest.mark.parametrize("place", ["end", "start", "between"])
 def test_nuls_of_a_full_disk_are_no_lines(place, tmp_path):
     nuls = b"\0" * 5000
