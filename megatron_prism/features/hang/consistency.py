@@ -286,11 +286,16 @@ def _free_of(state: JobState, ranks: Collection[int], differ: Collection[Launch]
 
     A rank that waits for one of which the dumps do not say what it waits for is not among them.
     """
-    ranks_waiting = waits.reversed_edges(waits.whom_calls_need(state, differ=differ))
+    ranks_needed = waits.whom_calls_need(state, differ=differ)
+    ranks_waiting = waits.reversed_edges(ranks_needed)
     without_dump = ranks_waiting.keys() - state.dumps.keys()
-    unknown = {*state.hidden, *state.mute(), *without_dump}
-    reached = waits.reached_from({*ranks, *unknown}, ranks_waiting)
-    return [rank for rank, calls in state.outstanding.items() if calls and rank not in reached]
+    sources = {*ranks, *state.hidden, *state.mute(), *without_dump}
+    reached = waits.reached_from(sources, ranks_waiting)
+    free: list[int] = []
+    for rank, calls in state.outstanding.items():
+        if calls and rank not in reached:
+            free.append(rank)
+    return free
 
 
 def _by_chance(verdict: Diagnosis, state: JobState) -> bool:
@@ -337,14 +342,18 @@ def _with_named_counters(observed: DumpSet) -> DumpSet:
     named_groups: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
     descriptions: dict[int, tuple[str, ...]] = {}
     for rank, dump in observed.dumps.items():
-        descriptions[rank] = tuple(sorted(group.desc for group in dump.groups.values()))
+        sorted_descriptions = sorted(group.desc for group in dump.groups.values())
+        own_descriptions = tuple(sorted_descriptions)
+        descriptions[rank] = own_descriptions
         for number, name in dump.ids.items():
             if name in dump.groups:
-                named_groups[descriptions[rank]].add((number, dump.groups[name].desc))
+                desc = dump.groups[name].desc
+                named_groups[own_descriptions].add((number, desc))
 
     dumps: dict[int, Dump] = {}
     for rank, dump in observed.dumps.items():
-        dumps[rank] = _with_counters_of(dump, named_groups[descriptions[rank]])
+        numbered_descriptions = named_groups[descriptions[rank]]
+        dumps[rank] = _with_counters_of(dump, numbered_descriptions)
     return replace(observed, dumps=dumps)
 
 

@@ -398,16 +398,25 @@ def _is_of(dump: Dump) -> None:
 
     Nothing in it says whose it is, but whoever calls in a group is a member of it.
     """
-    used = {part.group for part in dump.entries.parts}
-    used |= {name for name, status in dump.status.items() if status.enqueued > 0}
-    members = [dump.groups[n].ranks for n in used if n in dump.groups and dump.groups[n].ranks]
-    other = next((ranks for ranks in members if dump.rank not in ranks), None)
-    if other is None:
+    used_names = {part.group for part in dump.entries.parts}
+    for name, status in dump.status.items():
+        if status.enqueued > 0:
+            used_names.add(name)
+    members_of_used: list[tuple[int, ...]] = []
+    for name in used_names & dump.groups.keys():
+        if dump.groups[name].ranks:
+            members_of_used.append(dump.groups[name].ranks)
+    foreign_groups = [members for members in members_of_used if dump.rank not in members]
+    if not foreign_groups:
         return
-    own = set(other).intersection(*members)
-    whose = f"rank {min(own)}" if len(own) == 1 else f"one of the ranks {sorted(other)[:8]}"
+
+    # whoever wrote it is a member of all of them
+    possible_ranks = set(foreign_groups[0]).intersection(*members_of_used)
+    writer = f"one of the ranks {sorted(foreign_groups[0])[:8]}"
+    if len(possible_ranks) == 1:
+        writer = f"rank {min(possible_ranks)}"
     raise DumpError(
-        f"the dump that is named as rank {dump.rank}'s was written by {whose}: it has calls of "
+        f"the dump that is named as rank {dump.rank}'s was written by {writer}: it has calls of "
         f"groups without rank {dump.rank}",
         fix="name every file after the global rank that wrote it, such as _dump_517",
     )
@@ -756,15 +765,22 @@ def _aborted_ids(calls: RecordedCalls, status: Mapping[str, Status], groups: int
 def _names_of_ids(
     status: Mapping[str, Status], groups: Mapping[str, Group], calls: RecordedCalls
 ) -> dict[str, str]:
-    """pg_id -> name of the group."""
-    known = {str(number): name for number, name in calls.name_of_id().items()}
-    ids = [i for i in status if i not in known]
-    names = [name for name in groups if name not in set(known.values())]
-    if len(ids) == len(names) and all(x.isdecimal() for x in [*ids, *names]):
-        known |= zip(sorted(ids, key=int), sorted(names, key=int), strict=True)
-    elif set(ids) <= set(names) and not known:
-        known |= {i: i for i in ids}
-    return {i: name for i, name in known.items() if i in status}
+    """Return the number of each group that has counters -> its name, where that is known."""
+    name_of_id = {str(number): name for number, name in calls.name_of_id().items()}
+    called_names = set(name_of_id.values())
+    unnamed_ids = [number for number in status if number not in name_of_id]
+    unused_names = [name for name in groups if name not in called_names]
+    are_numbers = all(text.isdecimal() for text in [*unnamed_ids, *unused_names])
+
+    # both count up: the groups without a call come in the order of their names
+    if len(unnamed_ids) == len(unused_names) and are_numbers:
+        unnamed_ids.sort(key=int)
+        unused_names.sort(key=int)
+        name_of_id.update(zip(unnamed_ids, unused_names, strict=True))
+    # a dump without calls in which the counters have the groups' names
+    elif not name_of_id and set(unnamed_ids) <= set(unused_names):
+        name_of_id.update(zip(unnamed_ids, unnamed_ids, strict=True))
+    return {number: name for number, name in name_of_id.items() if number in status}
 
 
 _MOST = 8  # processes

@@ -37,17 +37,25 @@ class Disagreement:
     @property
     def usual(self) -> Fingerprint:
         """The call that most make."""
-        return next(call for rank, call in self.calls.items() if rank not in self.odd)
+        usual_calls = [call for rank, call in self.calls.items() if rank not in self.odd]
+        return usual_calls[0]
 
     def __str__(self) -> str:
         alike: dict[str, list[int]] = {}
         for rank, call in sorted(self.calls.items()):
             alike.setdefault(str(call), []).append(rank)
-        sides = [f"{ranks_text(ranks)} {'make' if len(ranks) > 1 else 'makes'} {call}"
-                 for call, ranks in alike.items()]  # fmt: skip
-        numbers = "" if self.whole else " (ranks as their group numbers them)"
-        undecided = "" if self.odd else "; no majority decides"
-        return f"torch's own check of collectives: {', '.join(sides)}{numbers}{undecided}"
+        sides: list[str] = []
+        for call_text, ranks in alike.items():
+            verb = "makes"
+            if len(ranks) > 1:
+                verb = "make"
+            sides.append(f"{ranks_text(ranks)} {verb} {call_text}")
+        text = "torch's own check of collectives: " + ", ".join(sides)
+        if not self.whole:
+            text += " (ranks as their group numbers them)"
+        if not self.odd:
+            text += "; no majority decides"
+        return text
 
 
 def disagreement(reports: Iterable[Differ]) -> Disagreement | None:
@@ -72,10 +80,15 @@ def disagreement(reports: Iterable[Differ]) -> Disagreement | None:
     usual, count = votes.most_common(1)[0]
     odd: tuple[int, ...] = ()
     if len(votes) > 1 and 2 * count > len(calls):
-        odd = tuple(sorted(rank for rank, value in values.items() if value != usual))
+        odd_ranks = [rank for rank, value in values.items() if value != usual]
+        odd = tuple(sorted(odd_ranks))
+
+    # only the numbers differ: a rank with a smaller one left out a call
     if kind == "sequence":
-        behind = all(calls[rank].seq < int(str(usual)) for rank in odd)
-        kind = "skipped call" if behind else "extra call"
+        usual_number = int(str(usual))
+        kind = "extra call"
+        if all(calls[rank].seq < usual_number for rank in odd):
+            kind = "skipped call"
     return Disagreement(calls, kind, odd, whole)
 
 
@@ -84,7 +97,7 @@ def _difference(calls: Mapping[int, Fingerprint]) -> tuple[str, dict[int, object
     for kind, aspect in _ASPECTS:
         values = {rank: getattr(call, aspect) for rank, call in calls.items()}
         # a call without a tensor prints no shape, and no number that counts
-        known = {value for value in values.values() if value not in ("", -1)}
-        if len(known) > 1:
+        printed_values = {value for value in values.values() if value not in ("", -1)}
+        if len(printed_values) > 1:
             return kind, values
     return "operation", dict.fromkeys(calls)

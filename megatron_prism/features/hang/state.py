@@ -40,9 +40,12 @@ def stages(groups: Mapping[str, Group], message_groups: Collection[str]) -> dict
             places[rank].append((desc, place))
 
     # ranks with the same places are siblings
-    key_of_rank = {rank: tuple(sorted(rank_places)) for rank, rank_places in places.items()}
-    keys = sorted(set(key_of_rank.values()))
-    number_of_key = {key: number for number, key in enumerate(keys)}
+    key_of_rank: dict[int, tuple[tuple[str, int], ...]] = {}
+    for rank, rank_places in places.items():
+        rank_places.sort()
+        key_of_rank[rank] = tuple(rank_places)
+    distinct_keys = set(key_of_rank.values())
+    number_of_key = {key: number for number, key in enumerate(sorted(distinct_keys))}
     return {rank: number_of_key[key] for rank, key in key_of_rank.items()}
 
 
@@ -145,6 +148,10 @@ class _Route(NamedTuple):
     peer: int
 
 
+_Member = tuple[str, int]  # name of a group, rank
+_Stretch = tuple[str, int]  # name of a group, place among its stretches of calls
+_RankAndRoute = tuple[int, _Route]
+Reasons = Mapping[str, Sequence[int]]  # why a call waits -> for which ranks
 _OTHER_OP = {"send": "recv", "recv": "send"}
 
 
@@ -278,16 +285,16 @@ class JobState:
         self.events = observed.events
         self.evidence = observed.evidence
         self.notes: list[str] = []
-        self.enqueued: dict[tuple[str, int], int] = {}
-        self.completed: dict[tuple[str, int], int] = {}
+        self.enqueued: dict[_Member, int] = {}
+        self.completed: dict[_Member, int] = {}
         self.outstanding: dict[int, Calls] = {}
-        self._waited: dict[Launch | tuple[int, Launch], Mapping[str, Sequence[int]]] = {}
+        self._waited: dict[Launch | tuple[int, Launch], Reasons] = {}
         self._places: dict[str, dict[int, int]] = {}
         self._opened: dict[int, frozenset[CallKey]] = {}
-        self._blocking: dict[tuple[str, int], frozenset[int]] = {}
+        self._blocking: dict[_Stretch, frozenset[int]] = {}
         self._bounds: dict[str, list[int]] = {}
-        self._outstanding_of_routes: dict[tuple[int, _Route], Calls] = {}
-        self._all_of_routes: dict[tuple[int, _Route], Calls] = {}
+        self._outstanding_of_routes: dict[_RankAndRoute, Calls] = {}
+        self._all_of_routes: dict[_RankAndRoute, Calls] = {}
         self._numbered: dict[tuple[int, str], NumberedCalls] = {}
 
         self.groups = self._collect_groups(observed.listed)
@@ -303,7 +310,8 @@ class JobState:
         self.has_logs = any(dump.version == "log" for dump in self.dumps.values())
         self.siblings: dict[int, list[int]] = defaultdict(list)
         for rank in self.dumps:
-            self.siblings[self.role.get(rank, 0)].append(rank)
+            role = self.role.get(rank, 0)
+            self.siblings[role].append(rank)
 
     def _collect_groups(self, listed: Mapping[str, Counter[Group]]) -> dict[str, Group]:
         """Return the groups of more than one rank, and note what is not known of them.
@@ -388,8 +396,10 @@ class JobState:
     def _pending(self, rank: int, calls: Calls) -> Calls:
         """Return the outstanding calls of a rank: recorded ones, then such as counters tell."""
         last_ended = [self.completed.get((part.group, rank), -1) for part in calls.parts]
-        is_behind = calls.pair | (calls.seq > calls.per_part(last_ended))
-        pending = calls.taken(calls.flags(self._may_wait) & is_behind)
+        is_behind_ended = calls.seq > calls.per_part(last_ended)
+        is_behind = calls.pair | is_behind_ended
+        may_wait = calls.flags(self._may_wait)
+        pending = calls.taken(may_wait & is_behind)
 
         recorded_groups = {part.group for part in pending.parts}
         unnamed: list[Entry] = []
@@ -399,8 +409,10 @@ class JobState:
             if name in recorded_groups or name in self.pairs or issued == _ALL_CALLS:
                 continue
             before_first = max(ended, issued - _MAX_UNNAMED, 0)
+            group = self.groups[name]
             for seq in range(before_first + 1, issued + 1):
-                unnamed.append(_unnamed(self.groups[name], seq))
+                call = _unnamed(group, seq)
+                unnamed.append(call)
         return pending.followed_by(unnamed)
 
     def _may_wait(self, part: CallPart) -> bool:
@@ -749,7 +761,7 @@ class JobState:
 
     def blockers(
         self, rank: int, entry: Entry, first: Mapping[int, Launch] | None = None
-    ) -> Mapping[str, Sequence[int]]:
+    ) -> Reasons:
         """Find why, and for which ranks, an outstanding call waits.
 
         Args:
@@ -769,9 +781,7 @@ class JobState:
             self._waited[key] = self._blockers(rank, entry, self.heads)
         return self._waited[key]
 
-    def _blockers(
-        self, rank: int, entry: Entry, first: Mapping[int, Launch]
-    ) -> Mapping[str, Sequence[int]]:
+    def _blockers(self, rank: int, entry: Entry, first: Mapping[int, Launch]) -> Reasons:
         """Find what keeps a collective or a message waiting: reason -> ranks."""
         if entry.pair:
             return self._unanswered(rank, entry, first)
@@ -794,9 +804,7 @@ class JobState:
             "has it queued behind another call": elsewhere,
         }
 
-    def _unanswered(
-        self, rank: int, head: Entry, first: Mapping[int, Launch]
-    ) -> Mapping[str, Sequence[int]]:
+    def _unanswered(self, rank: int, head: Entry, first: Mapping[int, Launch]) -> Reasons:
         """Find what keeps a message waiting, or one of those issued with it: they end together."""
         lacking: dict[int, None] = {}
         behind: dict[int, None] = {}
