@@ -330,10 +330,12 @@ class JobState:
         groups: dict[str, Group] = {}
         for name, versions in {**listed, **unlisted}.items():
             group, _ = versions.most_common(1)[0]
-            if len(versions) > 1 and all(len(version.ranks) == 1 for version in versions):
+            largest = max(len(version.ranks) for version in versions)
+            if len(versions) > 1 and largest == 1:
                 # each rank knows of itself alone
                 first = next(iter(versions))
-                ranks = sorted(version.ranks[0] for version in versions)
+                ranks = [version.ranks[0] for version in versions]
+                ranks.sort()
                 group = Group(name, first.desc, tuple(ranks))
                 self.notes.append(f"the members of group {name} are known from its calls only")
             elif len(versions) > 1:
@@ -373,16 +375,19 @@ class JobState:
         uncounted = self.pairs | (calling_groups - dump.status.keys())
         for part, places in dump.entries.parts_and_places:
             key = (part.group, rank)
+            last_ended = self.last_ended(part.group, rank)
             seqs = dump.entries.seq[places]
             if part.group in uncounted:
                 issued = int(dump.entries.calls[places].max())
-                self.enqueued[key] = max(self.enqueued.get(key, -1), issued)
+                last_issued = self.last_issued(part.group, rank)
+                self.enqueued[key] = max(last_issued, issued)
                 if part.done and not part.pair:
-                    self.completed[key] = max(self.completed.get(key, -1), int(seqs.max()))
+                    last_number = int(seqs.max())
+                    self.completed[key] = max(last_ended, last_number)
             # gloo counts calls that failed, too
             elif not part.done:
                 first_failed = int(seqs.min())
-                if first_failed <= self.completed.get(key, -1):
+                if first_failed <= last_ended:
                     self.completed[key] = first_failed - 1
 
     def _uncounted_of_cut(self, rank: int) -> list[str]:
@@ -395,7 +400,7 @@ class JobState:
 
     def _pending(self, rank: int, calls: Calls) -> Calls:
         """Return the outstanding calls of a rank: recorded ones, then such as counters tell."""
-        last_ended = [self.completed.get((part.group, rank), -1) for part in calls.parts]
+        last_ended = [self.last_ended(part.group, rank) for part in calls.parts]
         is_behind_ended = calls.seq > calls.per_part(last_ended)
         is_behind = calls.pair | is_behind_ended
         may_wait = calls.flags(self._may_wait)
@@ -404,8 +409,8 @@ class JobState:
         recorded_groups = {part.group for part in pending.parts}
         unnamed: list[Entry] = []
         for name in self.groups_of[rank]:
-            issued = self.enqueued.get((name, rank), -1)
-            ended = self.completed.get((name, rank), -1)
+            issued = self.last_issued(name, rank)
+            ended = self.last_ended(name, rank)
             if name in recorded_groups or name in self.pairs or issued == _ALL_CALLS:
                 continue
             before_first = max(ended, issued - _MAX_UNNAMED, 0)
@@ -434,8 +439,10 @@ class JobState:
         counts: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
         for (name, rank), count in self.enqueued.items():
             is_assumed = name in self.dumps[rank].assumed or count == _ALL_CALLS
-            if name in self.groups and not is_assumed:
-                counts[rank][self.groups[name].desc] = count
+            if is_assumed or name not in self.groups:
+                continue
+            desc = self.groups[name].desc
+            counts[rank][desc] = count
         return counts
 
     def siblings_of(self, rank: int) -> list[int]:
@@ -517,7 +524,10 @@ class JobState:
         counts: list[tuple[int, int]] = []
         for name, status in dump.status.items():
             counts_messages = name in self.pairs and name not in dump.assumed
-            if counts_messages and name in self.groups and self.groups[name].desc == desc:
+            if not counts_messages or name not in self.groups:
+                continue
+            group = self.groups[name]
+            if group.desc == desc:
                 counts.append((status.enqueued, status.completed))
         return max(counts, default=(-1, -1))
 
@@ -608,8 +618,8 @@ class JobState:
         if bounds is None:
             numbers: set[int] = set()
             for member in self.groups[name].ranks:
-                numbers.add(self.enqueued.get((name, member), -1) + 1)
-                numbers.add(self.completed.get((name, member), -1) + 1)
+                numbers.add(self.last_issued(name, member) + 1)
+                numbers.add(self.last_ended(name, member) + 1)
                 group, is_message, number = self.heads.get(member, ("", False, -1))
                 if group == name and not is_message:
                     numbers.update((number, number + 1))
@@ -681,16 +691,25 @@ class JobState:
         own_messages = self._all_of_route(rank, _Route(entry.group, entry.op, peer))
         route_back = _Route(entry.group, _OTHER_OP[entry.op], rank)
         counterparts = self._all_of_route(peer, route_back)
-        position = int(np.flatnonzero(own_messages.record == entry.record)[0])
+        same_record = np.flatnonzero(own_messages.record == entry.record)
+        position = int(same_record[0])
         return len(counterparts) <= position
+
+    def last_issued(self, name: str, rank: int) -> int:
+        """Return how many collectives of a group a rank has issued; -1: not known."""
+        return self.enqueued.get((name, rank), -1)
+
+    def last_ended(self, name: str, rank: int) -> int:
+        """Return how many collectives of a group a rank saw end; -1: not known."""
+        return self.completed.get((name, rank), -1)
 
     def is_over(self, rank: int, entry: Entry) -> bool:
         """Tell whether ``rank`` saw the collective ``entry`` end."""
-        return self.completed.get((entry.group, rank), -1) >= entry.seq
+        return self.last_ended(entry.group, rank) >= entry.seq
 
     def arrived(self, rank: int, entry: Entry) -> bool:
         """Tell whether ``rank`` has issued its part of the collective ``entry``."""
-        return self.enqueued.get((entry.group, rank), -1) >= entry.seq
+        return self.last_issued(entry.group, rank) >= entry.seq
 
     @cached_property
     def awaited(self) -> Mapping[str, AwaitedCalls]:
@@ -709,14 +728,16 @@ class JobState:
             late_ranks: list[tuple[int, int]] = []
             for rank in self.groups[name].ranks:
                 # the first number that is above its counter
-                issued = self.enqueued.get((name, rank), -1)
+                issued = self.last_issued(name, rank)
                 position = bisect.bisect_right(awaited.numbers, issued)
                 if position < len(awaited.numbers):
                     late_ranks.append((position, rank))
 
             # by the call, and for one call in the order of the group
-            for position, rank in sorted(late_ranks, key=lambda late: late[0]):
-                first_calls[name, rank] = awaited.last(awaited.numbers[position])
+            late_ranks.sort(key=lambda late: late[0])
+            for position, rank in late_ranks:
+                number = awaited.numbers[position]
+                first_calls[name, rank] = awaited.last(number)
         return first_calls
 
     def skipped(self, rank: int, entry: Entry) -> bool:
@@ -790,12 +811,11 @@ class JobState:
         elsewhere: list[int] = []
         launch = entry.launch
         for member in self.groups[entry.group].ranks:
-            counter = entry.group, member
             if member not in self.dumps:
                 without_dump.append(member)
-            elif self.enqueued.get(counter, -1) < entry.seq:
+            elif not self.arrived(member, entry):
                 absent.append(member)
-            is_over = self.completed.get(counter, -1) >= entry.seq
+            is_over = self.is_over(member, entry)
             if first.get(member, launch) != launch and not is_over:
                 elsewhere.append(member)
         return {
