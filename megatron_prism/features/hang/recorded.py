@@ -289,7 +289,6 @@ class _PartTable:
     def __init__(self) -> None:
         self.parts: list[RecordedPart] = []
         self._index_of_key: dict[object, int] = {}
-        self._items_of_parts: list[int] = []
         self._items = 0
 
     def indices(self, columns: dict[str, Sequence[object]]) -> list[int]:
@@ -305,6 +304,9 @@ class _PartTable:
         """
         _check_types(columns["pg_id"], int, str)
         _check_types(columns["timeout_ms"], int)
+        self._items += _items_of_lists(columns)
+        if self._items > _MOST_ITEMS:
+            raise ValueError(_TOO_MANY)
 
         # lists cannot be looked up: their bytes are
         lists = zip(*(columns[key] for key in _LISTS), strict=True)
@@ -324,15 +326,12 @@ class _PartTable:
         for key in keys:
             index = index_of_key(key)
 
-            # a call that is like no earlier one: nothing more is read before it is checked
+            # a call that is like no earlier one
             if index is None:
                 place = len(indices)
                 fields = {name: columns[name][place] for name in _SHARED}
                 index = self._add(key, fields)
             indices.append(index)
-        self._items += sum(map(self._items_of_parts.__getitem__, indices))
-        if self._items > _MOST_ITEMS:
-            raise ValueError(_TOO_MANY)
         return indices
 
     def _add(self, key: tuple[object, ...], fields: dict[str, object]) -> int:
@@ -349,9 +348,6 @@ class _PartTable:
         _numbers([timeout_ms])
         if not isinstance(group_id, str):
             _numbers([group_id])
-        items = _items_of_lists(fields)
-        if items > _MOST_ITEMS:
-            raise ValueError(_TOO_MANY)
         part = _new_part(
             _checked(fields),
             cast("int | str | None", group_id),
@@ -359,7 +355,6 @@ class _PartTable:
             cast("tuple[str, int] | None", place),
         )
         self.parts.append(part)
-        self._items_of_parts.append(items)
         index = self._index_of_key[key] = len(self.parts) - 1
         return index
 
@@ -374,21 +369,41 @@ def _check_types(column: Sequence[object], *types: type) -> None:
         raise TypeError("no value of these types")
 
 
-def _items_of_lists(fields: dict[str, object]) -> int:
-    """Count the items of the lists of a call, and of the lists in its sizes.
+def _items_of_lists(columns: dict[str, Sequence[object]]) -> int:
+    """Count the items of the lists of calls, and the numbers in lists of sizes.
+
+    After that these lists are as flat as torch writes them: what packs a nested one in C may run
+    out of its stack.
 
     Raises:
-        TypeError: A value is no list.
+        TypeError: A value is no list, a size no number, or a type no text.
     """
     items = 0
     for key in _LISTS:
-        values = fields[key]
-        if not isinstance(values, (list, tuple)):
-            raise TypeError("no list")
-        items += len(values)
-        if key.endswith("sizes"):
-            items += sum(map(len, values))
+        lists = cast("Sequence[list[object]]", columns[key])
+        _check_lists_alone(lists)
+        items += sum(map(len, lists))
+    if items > _MOST_ITEMS:
+        return items
+    for key in ("input_sizes", "output_sizes"):
+        shapes = list(itertools.chain.from_iterable(cast("list[list[list[int]]]", columns[key])))
+        _check_lists_alone(shapes)
+        numbers = itertools.chain.from_iterable(shapes)
+        items += len(array.array("q", itertools.islice(numbers, _MOST_ITEMS + 1)))
+    for key in ("input_dtypes", "output_dtypes"):
+        words = itertools.chain.from_iterable(cast("list[list[str]]", columns[key]))
+        "".join(words)
     return items
+
+
+def _check_lists_alone(values: Iterable[object]) -> None:
+    """Check that values are lists.
+
+    Raises:
+        TypeError: Some is not.
+    """
+    if not set(map(type, values)).issubset({list, tuple}):
+        raise TypeError("no list")
 
 
 def _checked(fields: dict[str, object]) -> RawCall:
