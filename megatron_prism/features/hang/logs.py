@@ -591,10 +591,22 @@ class _Job:
                     call.group = next(iter(names))
             else:
                 self._name_group(members)
+        # how far ranks are that wait for the same call and print counters
+        last_of_call: dict[tuple[str, int], int] = {}
+        for speaker in self.ranks.values():
+            for name, (last, ended) in speaker.counts.items():
+                key = name, ended + 1
+                known_last = last_of_call.get(key, last)
+                last_of_call[key] = max(last, known_last)
         for speaker in self.ranks.values():
             for call in speaker.calls:
-                # a line without counters: at least this
-                speaker.counts.setdefault(call.group, (call.seq, call.seq - 1))
+                # a line without counters: at least this, and nothing says that it is less than
+                # what others have that wait for the same call
+                ended = call.seq - 1
+                key = call.group, call.seq
+                last = last_of_call.get(key, call.seq)
+                counters = last, ended
+                speaker.counts.setdefault(call.group, counters)
 
     def _level(self) -> None:
         """Forget of a call what not all of its members print, and share what one alone prints.

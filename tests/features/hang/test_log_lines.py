@@ -49,6 +49,14 @@ def judged(folder, *texts):
     return analyze.diagnose_dumps(read_logs(paths))
 
 
+def test_a_rank_that_prints_no_counters_is_not_behind_those_that_do(tmp_path):
+    """Of four ranks that wait for one call two print how many calls they enqueued."""
+    found = judged(tmp_path, waits(0) + caught(4) + counted(3) + caught(2))
+    assert found.culprits == ()
+    assert "never came" not in " ".join(found.evidence)
+    assert {rank for rank, *_ in victims(found)} == {0, 2, 3, 4}
+
+
 def victims(found):
     return [(wait.rank, wait.op, wait.seq) for wait in found.victims]
 
