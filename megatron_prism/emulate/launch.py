@@ -217,6 +217,7 @@ def patched(run: Run, session: Session) -> PatchContext:
         loads_own_layout=_loads_own_layout(run),
         profiles=run.options.out and run.options.out.with_name(run.options.out.name + ".profile"),
     )
+    run.patches = context
     patch.apply(patches_for(run.tier.name), context)
     return context
 
@@ -289,11 +290,59 @@ def build_run(options: flags.Options, session: Session) -> Run:
     return run
 
 
+def _becoming(run: Run, session: Session) -> Callable[[list[str]], None] | None:
+    """Return what makes a fork of this process another rank of its job.
+
+    Returns:
+        None where more than the capture depends on the rank: what features and other options ask
+        for, programs without Megatron's arguments, recipes.
+    """
+    from megatron_prism.emulate import job_arguments
+
+    options = run.options
+    others = (options.record, options.recorded, options.out, options.memory, options.reserve_nccl)
+    if options.asked_features or any(others) or options.capture is None:
+        return None
+    if job_arguments.parsed() is None or job_arguments.recipe is not None:
+        return None
+    run.claims.close()  # every rank claims its own slice
+    return partial(_become, run, session)
+
+
+def _become(run: Run, session: Session, argv: list[str]) -> None:
+    """Make this process another rank of its job, in front of all that depends on the rank.
+
+    Args:
+        run: of the job's start.
+        session: of this process.
+        argv: ``sys.argv`` of the rank.
+    """
+    from megatron_prism.emulate import job_arguments, summary
+
+    options = flags.from_command_line(argv[1:])
+    assert options is not None, "the job's start was emulated, too"
+    run.options = replace(options, tier=run.tier.name)
+    rank = run.options.rank
+    session.changes.set_item(os.environ, "RANK", str(rank))
+    job_arguments.parsed().rank = rank
+
+    # patches and listeners of this rank
+    assert run.patches is not None, "they were applied"
+    run.patches.rank = rank
+    run.patches.local_ranks = tuple(run.options.ranks)
+    run.monitor.who = f"rank {rank} ({summary.coordinates(run.options)})"
+    run.forget_listeners()
+    _attach_parts(run, session)
+    for place in run.places:
+        run.claims.enter_context(claimed(place))
+    run.monitor.listen(*run.training, summary.Reporter(run))
+
+
 def start_world(run: Run, session: Session) -> VirtualWorld:
     """Bring the virtual world of ``run`` up in this process."""
     import torch
 
-    from megatron_prism.emulate import first_look, job_arguments
+    from megatron_prism.emulate import first_look, job_arguments, rank_server
     from megatron_prism.runtime.values import Values
     from megatron_prism.runtime.virtual_world import VirtualWorld, start, stop
 
@@ -303,6 +352,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     if look is not None:  # nor a script that does not validate them
         look.finish()
     job_arguments.check_sizes()
+    rank_server.fork_ranks(_becoming(run, session))
     if (given := job_arguments.parsed()) is not None:
         run.monitor.world_known(flags.parsed_world(given.world_size, vars(given)))
     if run.on_arguments:

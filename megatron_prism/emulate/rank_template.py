@@ -1,10 +1,9 @@
 """A process that has imported what every rank imports, and forks one for each rank.
 
-``RankTemplate`` starts ``python -m megatron_prism.emulate.rank_template``, which imports torch and
+``RankTemplate`` starts ``python -m megatron_prism.emulate.rank_server``, which imports torch and
 what Megatron imports of others, and then waits.  A request is the command line of a rank with the
-files that the rank writes to; the answer is the rank's process number, and later its status.  A
-fork runs what ``python -m megatron_prism …`` runs.  Megatron itself is imported by the rank, behind
-the patches, which are of one rank.  Without a GPU only: CUDA does not survive a fork.
+files that the rank writes to; the answer is the rank's process number, and later its status.
+Without a GPU only: CUDA does not survive a fork.
 
 Requests and answers are JSON, one in a packet.
 """
@@ -12,18 +11,14 @@ Requests and answers are JSON, one in a packet.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
 # What a rank imports before Megatron and with it: a third of the processor time of a small job.
 SHARED_MODULES = (
@@ -36,8 +31,9 @@ SHARED_MODULES = (
     "megatron_prism.emulate.patches",
     "megatron_prism.runtime.recorder.recorder",
 )
-_MOST_BYTES = 1 << 20  # of a packet
-_REAP_S = 0.05  # between two looks for ranks that have ended
+MOST_BYTES = 1 << 20  # of a packet
+_END_S = 0.5  # that a template has for its end
+_SERVER = "megatron_prism.emulate.rank_server"
 
 
 class ForkedRank:
@@ -93,10 +89,9 @@ class RankTemplate:
         self.ended = False
         self._requests = 0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        module = "megatron_prism.emulate.rank_template"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), *SHARED_MODULES],
+                [sys.executable, "-m", _SERVER, str(theirs.fileno()), *SHARED_MODULES],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -105,17 +100,31 @@ class RankTemplate:
                 preexec_fn=die_with_parent,
             )
 
-    def start(self, words: Sequence[str], events: tuple[str, int], printed: int) -> ForkedRank:
+    def start(
+        self,
+        words: Sequence[str],
+        events: tuple[str, int],
+        printed: int,
+        *,
+        shares_start: bool = False,
+    ) -> ForkedRank:
         """Have a rank run.
 
         Args:
             words: of Python, ``-m megatron_prism run …``.
             events: the environment variable that names the file of a rank's events, and the file.
             printed: the file that it prints to.
+            shares_start: whether all ranks are of one job, so that they may be forks of a process
+                that has started it.
         """
         number, self._requests = self._requests, self._requests + 1
         name, file = events
-        request = {"number": number, "words": list(words), "events": name}
+        request = {
+            "number": number,
+            "words": list(words),
+            "events": name,
+            "shares_start": shares_start,
+        }
         try:
             # a command may be longer than a packet: the packet only brings its file
             asked = _as_file(json.dumps(request).encode())
@@ -136,7 +145,7 @@ class RankTemplate:
                 return
             packet = b""
             with contextlib.suppress(ConnectionError):
-                packet = self._socket.recv(_MOST_BYTES)
+                packet = self._socket.recv(MOST_BYTES)
             if not packet:
                 self.ended = True
                 return
@@ -149,10 +158,14 @@ class RankTemplate:
 
     def close(self) -> None:
         """End the template, and ranks that still run."""
-        self._process.kill()
-        self._process.wait()
-        self.ended = True
         self._socket.close()
+        # it ends when nobody asks any more, unless it still imports
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.ended = True
 
 
 def _as_file(content: bytes) -> int:
@@ -177,67 +190,3 @@ def die_with_parent() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-# -- in the template -------------------------------------------------------------------------------
-def _serve(requests: socket.socket, shared_modules: Sequence[str]) -> None:
-    """Fork a rank for every request and tell of its end, until nobody asks any more.
-
-    A fork leaves this function by SystemExit.
-    """
-    for name in shared_modules:
-        # a rank that needs it says why it cannot be imported; others do without
-        with contextlib.suppress(Exception):
-            import_module(name)
-    gc.collect()
-    gc.freeze()  # what is imported stays: no rank looks through it
-    numbers: dict[int, int] = {}  # process number of a rank -> number of its request
-    while True:
-        readable, _, _ = select.select([requests], [], [], _REAP_S)
-        if readable:
-            packet, (*files,), _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
-            if not packet:
-                return
-            with open(files.pop(0), encoding="utf-8") as asked:
-                request = json.load(asked)
-            child = os.fork()
-            if not child:
-                requests.close()
-                _run_rank(request, *files)
-            for file in files:
-                os.close(file)
-            numbers[child] = request["number"]
-            _answer(requests, number=request["number"], process=child)
-        _reap(requests, numbers)
-
-
-def _reap(requests: socket.socket, numbers: dict[int, int]) -> None:
-    """Answer with the status of every rank that has ended."""
-    for process in list(numbers):
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
-            _answer(requests, number=numbers.pop(process), status=code)
-
-
-def _answer(requests: socket.socket, **fields: int) -> None:
-    requests.send(json.dumps(fields).encode())
-
-
-def _run_rank(request: dict[str, Any], events: int, printed: int) -> None:
-    """Be the process of a rank: run its command line, and end with its status."""
-    die_with_parent()
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
-    os.close(printed)
-    os.environ[request["events"]] = str(events)
-    # ``-m megatron_prism run …``: a rank that starts over executes these words again
-    module, *arguments = request["words"][1:]
-    sys.orig_argv = [sys.executable, *request["words"]]
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

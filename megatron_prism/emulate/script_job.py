@@ -340,6 +340,7 @@ def capture(
                     job.command(rank, folder),
                     log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
                     forks=job.tier != "cuda",
+                    shares_start=not job.source,
                 )
                 for rank in missing
             ]

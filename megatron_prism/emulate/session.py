@@ -39,6 +39,7 @@ from megatron_prism.runtime.listeners import CallListener, TrainingListener
 if TYPE_CHECKING:
     from torch import distributed as dist
 
+    from megatron_prism.emulate.patch import PatchContext
     from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
     from megatron_prism.runtime.virtual_world import TrafficCounter
 
@@ -63,6 +64,7 @@ class Run:
     on_captured : told by a worker whose slice is complete which train step begins; the job ends
                there unless one of them wants what the job does at its end (True)
     places   : what this run will write when the job has trained; ``claims`` holds them
+    patches  : what the patches know of this run, once they are registered
     """
 
     options: Options
@@ -81,6 +83,16 @@ class Run:
     on_captured: list[Callable[[int], bool]] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
     claims: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    patches: PatchContext | None = None
+
+    def forget_listeners(self) -> None:
+        """Drop what the options of another rank have added."""
+        self.training = ()
+        self.calls = ()
+        for rows in (self.sections, self.on_arguments, self.on_world, self.on_captured):
+            rows.clear()
+        self.places.clear()
+        self.claims = contextlib.ExitStack()
 
     def follow_training(self, listener: TrainingListener) -> None:
         """Have ``listener`` follow the training, behind those that follow it already."""

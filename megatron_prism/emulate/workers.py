@@ -69,6 +69,8 @@ class RankTask:
     log   : file that keeps what it printed if it fails; None: the error quotes the end
     forks : whether it may be a fork of a process that has imported torch: ``-m MODULE …`` without a
             GPU
+    shares_start : whether it may be a fork of a process that has started the job: all tasks differ
+            in a rank's own flags alone
     """
 
     rank: int
@@ -76,6 +78,7 @@ class RankTask:
     words: Sequence[str]
     log: Path | None = None
     forks: bool = False
+    shares_start: bool = False
 
 
 @dataclass
@@ -185,7 +188,9 @@ def _start(
     printed = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
     process: subprocess.Popen[bytes] | ForkedRank
     if template is not None:
-        process = template.start(task.words, (EVENTS, write), printed.fileno())
+        process = template.start(
+            task.words, (EVENTS, write), printed.fileno(), shares_start=task.shares_start
+        )
     else:
         process = subprocess.Popen(
             [sys.executable, *task.words],

@@ -1,5 +1,6 @@
 """Ranks that are forks of one process behave as processes of their own."""
 
+import dataclasses
 import io
 import os
 import sys
@@ -90,6 +91,42 @@ if 'AGAIN' not in os.environ:
 emit('result', result={'rank': rank, 'again': os.environ['AGAIN']})
 """
     assert run(program(code)) == [{"rank": 0, "again": "1"}, {"rank": 1, "again": "1"}]
+
+
+STARTED = """
+import socket
+from megatron_prism.emulate import rank_server
+before = os.getpid()
+rank_server.fork_ranks({become})
+emit('result', result={{'rank': rank, 'words': sys.argv, 'began': before, 'process': os.getpid()}})
+"""
+
+
+def started(program, become, count=3):
+    tasks = []
+    for task in program(STARTED.format(become=become), count):
+        words = [*task.words, "--prism-ranks", str(task.rank)]
+        tasks.append(dataclasses.replace(task, words=words, shares_start=True))
+    return run(tasks)
+
+
+def test_ranks_of_a_job_are_forks_of_the_process_that_started_it(program):
+    results = started(program, "lambda argv: None")
+    # the start ran once, as the first rank; each rank is a process of its own behind it
+    assert len({result["began"] for result in results}) == 1
+    assert len({result["process"] for result in results}) == 3
+    assert [result["words"][-1] for result in results] == ["0", "1", "2"]
+
+
+def test_a_job_whose_start_is_of_one_rank_is_started_for_each(program):
+    results = started(program, None)
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert all(result["began"] == result["process"] for result in results)
+
+
+def test_a_start_that_fails_is_the_failure_of_the_first_rank(program):
+    with pytest.raises(NotTrainedError, match="(?s)rank 0 failed.*no arguments"):
+        started(program, "exec(\"raise SystemExit('no arguments')\")")
 
 
 @TRAINING

@@ -47,12 +47,11 @@ def _fast_groups(module: ModuleType, context: PatchContext) -> None:
     """65,536 ranks make 77,000 (0.16.1) or 208,000 (0.19.0) new_group calls, 5 to 8 s: enumerate
     only the groups that hold a local rank, the others are nobody's here.
     """
-    local = context.local_ranks
 
     def get_ranks(original: Original, self: Any, token: str) -> list[list[int]]:
         mask = self.get_mask(self.order, token)
         # tp-ep-pp groups are concatenated by the caller, so all of them count (:1335 @0.16.1)
-        wanted = None if set(token.split("-")) >= {"tp", "ep", "pp"} else local
+        wanted = None if set(token.split("-")) >= {"tp", "ep", "pp"} else context.local_ranks
         offset = getattr(self, "rank_offset", 0)
         if offset:
             return original(self, token)
