@@ -32,6 +32,7 @@ SECTIONS = (
     "iteration_time",
     "layouts",
     "what_ifs",
+    "estimates",
     "hosts",
     "intervals",
     "published_jobs",
@@ -193,6 +194,28 @@ def network() -> str:
     return as_table(["two nodes of 8 x H100", "bytes", "published", "modelled", "error"], rows)
 
 
+def estimates() -> str:
+    """Estimates from few layers against the answers behind them, the worst of each in bold."""
+    results = stored("estimates.json")
+    errors: dict[str, list[float]] = {}  # job -> of memory, of time
+    for job, result in results.items():
+        pairs = zip(result["estimate"], result["answer"], strict=True)
+        errors[job] = [estimate / answer - 1 for estimate, answer in pairs]
+    worst = [max(abs(error[level]) for error in errors.values()) for level in range(2)]
+    rows = []
+    for job, result in results.items():
+        few, more, whole = result["layers"]
+        num_bytes, ns = result["answer"]
+        cells = []
+        for error, most in zip(errors[job], worst, strict=True):
+            text = percent(error, 1)
+            cells.append(f"**{text}**" if abs(error) == most else text)
+        answers = [f"{num_bytes / (1 << 30):.1f} GiB", f"{ns / 1e9:.3g} s"]
+        rows.append([job, f"{few} and {more} of {whole}", *answers, *cells])
+    head = ["job", "layers a chunk", "answer: device", "iteration"]
+    return as_table([*head, "estimate: memory", "time"], rows)
+
+
 def of_functional_tests(release: str) -> str:
     """Outcomes and worst errors of one release's tests; the page has its own heading."""
     text = functional_tests.table([RESULTS / f"functional_tests_{release}.csv"])
@@ -209,6 +232,7 @@ COMPUTED: dict[str, Callable[[], str]] = {
     "segments_h200": lambda: segments("h200_segments.json"),
     "segments_h100": lambda: segments("h100_segments.json"),
     "network": network,
+    "estimates": estimates,
 }
 
 

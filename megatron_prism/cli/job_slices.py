@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from megatron_prism.cli.output import console
 
 if TYPE_CHECKING:
+    from megatron_prism.emulate.estimate import Estimator
     from megatron_prism.emulate.obstacles import Obstacles
+    from megatron_prism.replay.timeline import Timeline
 
 _LINE_FILE = ".line"
 
@@ -34,11 +36,49 @@ def kept_line(folder: Path) -> list[str]:
     return shlex.split(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
+def estimate_note(
+    folder: Path, assumes: str, iteration_ns: int | None, device_bytes: int | None = None
+) -> str:
+    """Return a line about the estimate that was printed while a job was captured.
+
+    Args:
+        folder: of the slices.
+        assumes: machine and host of the answer, in words.
+        iteration_ns: of the answer.
+        device_bytes: of the answer; None: it has none.
+
+    Returns:
+        How far off it was; "" where there was none, or none of this machine and host.
+    """
+    from megatron_prism.emulate import estimate
+
+    kept = estimate.kept(folder)
+    if kept is None or kept.machine != assumes:
+        return ""
+    return f"{kept.compared(device_bytes, iteration_ns)}\n"
+
+
+def timeline_note(folder: str, timeline: Timeline) -> str:
+    """Return the same of an answer that is a timeline of the slices in ``folder``."""
+    from megatron_prism.replay.headline import headline
+
+    first = headline(timeline)
+    return estimate_note(Path(folder), first.assumes, first.iteration_ns)
+
+
+def estimator_of(machine: str | None) -> Estimator:
+    """Return what estimates a job on a machine while its ranks run, and prints it."""
+    from megatron_prism.emulate.estimate import Estimator
+
+    return Estimator(console(stderr=True), machine)
+
+
 def capture_line(
     job: Sequence[str],
     flags: Sequence[str],
     line: Sequence[str],
     obstacles: Obstacles | None = None,
+    estimator: Estimator | None = None,
 ) -> Path:
     """Capture the job of a launch line, unless its folder is complete.
 
@@ -47,6 +87,7 @@ def capture_line(
         flags: ``--prism-*`` flags of the job.
         line: the words that the user typed.
         obstacles: that the line has; with any the job is checked and not captured.
+        estimator: estimates what the job needs while its ranks run.
 
     Returns:
         The folder of slices, in the working folder.
@@ -58,7 +99,9 @@ def capture_line(
     talk = console(stderr=True)
     script, *script_arguments = job
     words = [*flags, *script_arguments]
-    script_job.capture_command_line(script, words, folder, talk, obstacles=obstacles)
+    script_job.capture_command_line(
+        script, words, folder, talk, obstacles=obstacles, estimator=estimator
+    )
     keep_line(folder, line)
     talk.print(f"prism: {folder} is kept: the next question about this line reads it")
     return folder

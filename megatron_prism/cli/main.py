@@ -19,7 +19,7 @@ from importlib import metadata
 import megatron_prism
 from megatron_prism.cli import jobs
 from megatron_prism.cli.command import Command, CommandParser, HelpGroup, make_parser
-from megatron_prism.cli.job_slices import capture_line
+from megatron_prism.cli.job_slices import capture_line, estimator_of
 from megatron_prism.cli.output import (
     Answer,
     check_outputs,
@@ -199,8 +199,12 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
             raise UsageError(f"no script stands in {shlex.join(line)}", fix=fix)
     if job and captures:
         place = command.programs
-        _parse(name, [*rest[:place], "SLICES", *rest[place:]])  # what is wrong there is said first
-        folder = capture_line(job, ours, [*given, *line], obstacles)
+        # what is wrong there is said first
+        read = _parse(name, [*rest[:place], "SLICES", *rest[place:]])
+        estimator = None
+        if hasattr(read, "machine"):
+            estimator = estimator_of(read.machine)
+        folder = capture_line(job, ours, [*given, *line], obstacles, estimator)
         rest = [*rest[:place], str(folder), *rest[place:]]
         job = []
     args = _parse(name, rest)

@@ -20,7 +20,8 @@ recipe_job.py  recipe_script.py    a recipe as a job; the script that it starts
 script_job.py                      a job, every rank that its world needs
 few_microbatches.py                how many microbatches a capture runs, and the others
 kept_capture.py                    what a folder of slices was captured from
-workers.py  rank_template.py       processes of ranks; what they share
+workers.py  rank_template.py  rank_server.py  processes of ranks; what they share
+estimate.py  short_job.py          what a job needs, from the job with few layers
 schedule.py  schedule_tape.py      schedules from Megatron's scheduler, without a model
 host_benchmark.py                  how fast this host is
 """

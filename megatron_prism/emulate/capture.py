@@ -174,6 +174,7 @@ def add_to(run: Run, session: Session) -> None:
     capture = StockCapture(options, tier, source, run.monitor)
     if emit is not None:
         capture.ends = ENDS_SHAPES
+        capture.may_probe = run.short_layers is None
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)
     run.follow_training(capture)
@@ -251,6 +252,8 @@ class _Reported(TrainingListener):
         peak = None if live is None else live.high.bytes
         files = kept_capture.imported_files()
         result = {"rank": self.run.options.rank, "said": text, "peak": peak, "files": files}
+        if self.run.short_layers is not None:
+            result["short_layers"] = self.run.short_layers
         self.emit("result", result=result)
 
     def _leave(self) -> None:
@@ -308,6 +311,7 @@ class StockCapture(TrainingListener):
         self.wanted = 0  # microbatches that follow from those that run; 0: none
         self.start_over: Callable[[str, str], object] | None = None  # where they do not
         self.ends: int | None = None  # step from which on an iteration with an evaluation counts
+        self.may_probe = True  # whether an iteration may show what depends on routing
         self.links: nvlink_keepalive.KeepAlive | None = None  # of a GPU
         self._sampler: Any = None  # of its clock, where NVML answers
         self._recorder: Any = None
@@ -431,7 +435,7 @@ class StockCapture(TrainingListener):
         """Whether the iteration that begins shows what depends on routing: one after that which is
         written down, with other loads of the experts.
         """
-        if self._probes:
+        if self._probes or not self.may_probe:
             return False
         routes = self.kept()[0].builder.routes
         if not len(routes):

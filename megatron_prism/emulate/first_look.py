@@ -24,7 +24,7 @@ from megatron_prism.emulate import exit_status, workers
 from megatron_prism.emulate.obstacles import Obstacles
 
 CHECK = "--prism-check"
-_UNEVEN_STAGES = (  # arguments with which stages have unequal numbers of layers
+UNEVEN_STAGES = (  # arguments with which stages have unequal numbers of layers
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "num_layers_in_first_pipeline_stage",
@@ -137,7 +137,7 @@ class FirstLook:
         # stages have equal numbers of layers, unless a flag says which have others
         layers = getattr(args, "num_layers", None)
         stages = getattr(args, "pipeline_model_parallel_size", 1)
-        uneven = any(getattr(args, name, None) for name in _UNEVEN_STAGES)
+        uneven = any(getattr(args, name, None) for name in UNEVEN_STAGES)
         # Megatron says it itself where stages have chunks
         is_said = any("layers" in obstacle.message for obstacle in self.obstacles)
         if layers and layers % stages and not uneven and not is_said:

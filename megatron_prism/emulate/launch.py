@@ -290,14 +290,14 @@ def build_run(options: flags.Options, session: Session) -> Run:
     return run
 
 
-def _becoming(run: Run, session: Session) -> Callable[[list[str]], None] | None:
+def _becoming(run: Run, session: Session) -> Callable[[list[str], int], None] | None:
     """Return what makes a fork of this process another rank of its job.
 
     Returns:
         None where more than the capture depends on the rank: what features and other options ask
         for, programs without Megatron's arguments, recipes.
     """
-    from megatron_prism.emulate import job_arguments
+    from megatron_prism.emulate import job_arguments, rank_server, short_job
 
     options = run.options
     others = (options.record, options.recorded, options.out, options.memory, options.reserve_nccl)
@@ -306,25 +306,39 @@ def _becoming(run: Run, session: Session) -> Callable[[list[str]], None] | None:
     if job_arguments.parsed() is None or job_arguments.recipe is not None:
         return None
     run.claims.close()  # every rank claims its own slice
-    return partial(_become, run, session)
+    configs: list[Any] = []
+    if rank_server.starts_job():
+        configs = short_job.configurations()
+    return partial(_become, run, session, configs)
 
 
-def _become(run: Run, session: Session, argv: list[str]) -> None:
+def _become(
+    run: Run, session: Session, configs: Sequence[Any], argv: list[str], periods: int
+) -> None:
     """Make this process another rank of its job, in front of all that depends on the rank.
 
     Args:
         run: of the job's start.
         session: of this process.
+        configs: that the script has made of the job's arguments.
         argv: ``sys.argv`` of the rank.
+        periods: of layers that a chunk of the job gets; 0: all.
     """
-    from megatron_prism.emulate import job_arguments, summary
+    from megatron_prism.emulate import job_arguments, short_job, summary
 
     options = flags.from_command_line(argv[1:])
     assert options is not None, "the job's start was emulated, too"
     run.options = replace(options, tier=run.tier.name)
     rank = run.options.rank
     session.changes.set_item(os.environ, "RANK", str(rank))
-    job_arguments.parsed().rank = rank
+    megatron_args = job_arguments.parsed()
+    megatron_args.rank = rank
+    if periods:
+        layers = short_job.chunk_layers(megatron_args)
+        if layers.reason:
+            _tell_no_estimate(layers.reason)
+        run.short_layers = periods * layers.period, layers.whole
+        short_job.shorten(megatron_args, periods * layers.period, configs)
 
     # patches and listeners of this rank
     assert run.patches is not None, "they were applied"
@@ -333,9 +347,21 @@ def _become(run: Run, session: Session, argv: list[str]) -> None:
     run.monitor.who = f"rank {rank} ({summary.coordinates(run.options)})"
     run.forget_listeners()
     _attach_parts(run, session)
+    if run.short_layers is not None:
+        run.follow_training(short_job.LayerCheck(run.short_layers[0], _tell_no_estimate))
     for place in run.places:
         run.claims.enter_context(claimed(place))
     run.monitor.listen(*run.training, summary.Reporter(run))
+
+
+def _tell_no_estimate(reason: str) -> None:
+    """End a rank that was started for an estimate, and say why there is none."""
+    from megatron_prism.emulate import workers
+
+    emit = workers.emitter()
+    assert emit is not None, "a fork of the job's start is a worker"
+    emit("result", result={"no_estimate": reason})
+    exit_status.leave(0)
 
 
 def start_world(run: Run, session: Session) -> VirtualWorld:

@@ -41,6 +41,7 @@ class _Request:
         words: of Python's command line.
         events_variable: environment variable that names the file of the rank's events.
         shares_start: whether it may be a fork of the job's start.
+        periods: of layers that a chunk of the job has; 0: all.
         events: descriptor of the file of its events.
         printed: descriptor of the file that it prints to.
     """
@@ -49,6 +50,7 @@ class _Request:
     words: list[str]
     events_variable: str
     shares_start: bool
+    periods: int
     events: int
     printed: int
 
@@ -81,14 +83,20 @@ class _JobStart:
 _start: _JobStart | None = None  # of this process, until the job's arguments are known
 
 
-def fork_ranks(become: Callable[[list[str]], None] | None) -> None:
+def starts_job() -> bool:
+    """Say whether this process starts a job whose ranks are then forked."""
+    return _start is not None
+
+
+def fork_ranks(become: Callable[[list[str], int], None] | None) -> None:
     """Fork the ranks of the job that this process has started; return in each of them.
 
     In other processes nothing happens.
 
     Args:
-        become: makes this process the rank of a command line, given as ``sys.argv`` is; None: what
-            has been done is of one rank, so this process goes on as its rank.
+        become: makes this process the rank of a command line, given as ``sys.argv`` is, with so
+            many periods of layers in a chunk; None: what has been done is of one rank, so this
+            process goes on as its rank.
     """
     global _start
     start, _start = _start, None
@@ -97,6 +105,7 @@ def fork_ranks(become: Callable[[list[str]], None] | None) -> None:
     if become is None:
         start.say(_GOES_ON_ALONE)
         start.requests.close()
+        _refuse_periods(start.first)
         return
     start.say(_TAKES_OVER)
     gc.freeze()  # what is there stays: no rank looks through it
@@ -110,7 +119,7 @@ def fork_ranks(become: Callable[[list[str]], None] | None) -> None:
             if request.events != start.first.events:
                 os.dup2(request.events, start.first.events)
             sys.argv = _with_values(sys.argv, request.words)
-            become(sys.argv)
+            become(sys.argv, request.periods)
             return
         request = None
         if _is_readable(start.requests):
@@ -169,9 +178,8 @@ def _start_job(requests: socket.socket, request: _Request, numbers: dict[int, in
     if not _fork(requests, request, numbers, closes=False):
         os.close(heard)
         _start = _JobStart(requests, said, request)
-        os.environ[request.events_variable] = str(request.events)
         _redirect(request, closes=False)
-        _run_rank(request)
+        _run_rank(request, starts_job=True)
     os.close(said)
     request.close()
     what = os.read(heard, 1)
@@ -201,6 +209,7 @@ def _received(requests: socket.socket) -> _Request | None:
         words=request["words"],
         events_variable=request["events"],
         shares_start=request["shares_start"],
+        periods=request["periods"],
         events=events,
         printed=printed,
     )
@@ -259,9 +268,21 @@ def _redirect(request: _Request, *, closes: bool = True) -> None:
     sys.orig_argv = [sys.executable, *request.words]
 
 
-def _run_rank(request: _Request) -> None:
+def _refuse_periods(request: _Request) -> None:
+    """End a rank with few layers that is no fork of a job's start, where layers are chosen."""
+    from megatron_prism.emulate import workers
+
+    emit = workers.emitter()
+    if request.periods and emit is not None:
+        emit("result", result={"no_estimate": "every rank of this job starts by itself"})
+        os._exit(0)
+
+
+def _run_rank(request: _Request, *, starts_job: bool = False) -> None:
     """Be the process of a rank: run its command line, and end with its status."""
     os.environ[request.events_variable] = str(request.events)
+    if not starts_job:
+        _refuse_periods(request)
     module, *arguments = request.words[1:]
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -107,6 +107,7 @@ class RankTemplate:
         printed: int,
         *,
         shares_start: bool = False,
+        periods: int = 0,
     ) -> ForkedRank:
         """Have a rank run.
 
@@ -116,6 +117,7 @@ class RankTemplate:
             printed: the file that it prints to.
             shares_start: whether all ranks are of one job, so that they may be forks of a process
                 that has started it.
+            periods: of layers that a chunk of the job has; 0: all.
         """
         number, self._requests = self._requests, self._requests + 1
         name, file = events
@@ -124,6 +126,7 @@ class RankTemplate:
             "words": list(words),
             "events": name,
             "shares_start": shares_start,
+            "periods": periods,
         }
         try:
             # a command may be longer than a packet: the packet only brings its file

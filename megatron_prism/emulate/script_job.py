@@ -22,12 +22,14 @@ from megatron_prism.core.program import save
 from megatron_prism.core.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
-from megatron_prism.emulate import first_look, kept_capture, workers
+from megatron_prism.emulate import estimate, first_look, kept_capture, workers
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.obstacles import Obstacles
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from megatron_prism.emulate.estimate import Estimator
 
 _LAYOUT = ("tp", "cp", "dp", "pp", "ep", "etp")  # parallel sizes of a world
 STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
@@ -124,6 +126,7 @@ def capture_command_line(
     *,
     force: bool = False,
     obstacles: Obstacles | None = None,
+    estimator: Estimator | None = None,
 ) -> None:
     """Record what a script does on the ranks that are asked for, else on all that its world needs.
 
@@ -134,6 +137,7 @@ def capture_command_line(
         console: gets the talk.
         force: whether to drop what is in the folder first.
         obstacles: that the launch line has; with any the job is checked and not captured.
+        estimator: as of ``capture``.
 
     Raises:
         UsageError: a bad command line, with all that stops the job.
@@ -144,7 +148,9 @@ def capture_command_line(
         check_command_line(script, argv, console, obstacles).obstacles.raise_all()
     assert given is not None, "without options there is an obstacle"
     job = Job.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
-    capture(job, folder, given.ranks, console, whole=given.stages, force=force or given.force)
+    force = force or given.force
+    whole = given.stages
+    capture(job, folder, given.ranks, console, whole=whole, force=force, estimator=estimator)
 
 
 def _options_of(argv: Sequence[str], folder: Path, obstacles: Obstacles) -> flags.Options | None:
@@ -304,6 +310,7 @@ def capture(
     whole: bool = True,
     force: bool = False,
     keep: bool = True,
+    estimator: Estimator | None = None,
 ) -> None:
     """Record an iteration of ``ranks`` of ``job`` into ``folder``; what is there is kept.
 
@@ -315,6 +322,7 @@ def capture(
         whole: whether to capture as well whom the world turns out to need, and to join the slices.
         force: whether to drop what is in the folder first.
         keep: whether to say where the slices are.
+        estimator: estimates what the job needs while its ranks run; on tier meta.
 
     Raises:
         UsageError: the folder holds slices of another job, or things that are no slices.
@@ -333,19 +341,28 @@ def capture(
             console.print(f"  {'real here':<20} {real}; {virtual:,} are virtual")
 
         def record(missing: Sequence[int]) -> list[workers.Json]:
-            tasks = [
-                workers.RankTask(
-                    rank,
-                    job.title(rank),
-                    job.command(rank, folder),
-                    log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
-                    forks=job.tier != "cuda",
-                    shares_start=not job.source,
+            tasks: list[workers.RankTask] = []
+            for rank in missing:
+                title = job.title(rank)
+                words = job.command(rank, folder)
+                log = folder.with_name(f"{folder.name}-rank-{rank}.log")
+                forks = job.tier != "cuda"
+                shares_start = not job.source
+                task = workers.RankTask(
+                    rank, title, words, log=log, forks=forks, shares_start=shares_start
                 )
-                for rank in missing
-            ]
-            return workers.run(tasks, console, at_once)
+                tasks.append(task)
+            if estimator is None or estimator.has_begun:
+                return workers.run(tasks, console, at_once)
+            # ranks with few layers run first
+            short_tasks = estimator.tasks(tasks)
+            all_tasks = [*short_tasks, *tasks]
+            results = workers.run(all_tasks, console, at_once, finished=estimator.finished)
+            return results[len(short_tasks) :]
 
+        # what is there already needs no estimate, and recipes start in another way
+        if set(store.ranks()) or job.source or job.tier != "meta" or not whole:
+            estimator = None
         start = time.perf_counter()
         began_ns = time.time_ns()
         there = set(store.ranks())
@@ -364,6 +381,8 @@ def capture(
             results = record([rank for rank in ranks if rank not in there])
             with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
                 save(assemble(folder), folder / WORLD, force=True)
+        if estimator is not None and estimator.result is not None:
+            estimate.keep(folder, estimator.result)
         if whole and not job.source:
             imported = {path for result in results for path in result["files"]}
             try:

@@ -64,6 +64,7 @@ class Run:
     on_captured : told by a worker whose slice is complete which train step begins; the job ends
                there unless one of them wants what the job does at its end (True)
     places   : what this run will write when the job has trained; ``claims`` holds them
+    short_layers : layers of a chunk here and in the job, where it runs with few
     patches  : what the patches know of this run, once they are registered
     """
 
@@ -84,6 +85,7 @@ class Run:
     places: list[Path] = field(default_factory=list)
     claims: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     patches: PatchContext | None = None
+    short_layers: tuple[int, int] | None = None
 
     def forget_listeners(self) -> None:
         """Drop what the options of another rank have added."""

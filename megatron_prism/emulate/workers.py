@@ -69,6 +69,7 @@ class RankTask:
     log   : file that keeps what it printed if it fails; None: the error quotes the end
     forks : whether it may be a fork of a process that has imported torch: ``-m MODULE …`` without a
             GPU
+    periods : of layers that a chunk of the job has (``short_job``); 0: all
     shares_start : whether it may be a fork of a process that has started the job: all tasks differ
             in a rank's own flags alone
     """
@@ -79,13 +80,18 @@ class RankTask:
     log: Path | None = None
     forks: bool = False
     shares_start: bool = False
+    periods: int = 0
 
 
 @dataclass
 class _Worker:
-    """One running rank: its process, the pipe it reports through, and where it prints to."""
+    """One running rank: its process, the pipe it reports through, and where it prints to.
+
+    place : among all tasks
+    """
 
     task: RankTask
+    place: int
     process: subprocess.Popen[bytes] | ForkedRank
     events: int
     printed: IO[bytes]
@@ -112,17 +118,34 @@ def emitter() -> Emit | None:
     return emit
 
 
-def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = None) -> list[Json]:
-    """Run every task, at most ``num_workers`` at once (default: one per core, at most 8), and
-    return their results in order.  All are stopped when one fails: PrismError, NotTrainedError.
+def run(
+    tasks: Sequence[RankTask],
+    console: Console,
+    num_workers: int | None = None,
+    *,
+    finished: Callable[[RankTask, Json], None] | None = None,
+) -> list[Json]:
+    """Run tasks, a few at a time, in their order.
 
     A terminal sees a bar for each; elsewhere a line says now and then how far they are.
+
+    Args:
+        tasks: to run.
+        console: gets bars and lines.
+        num_workers: tasks that run at once; default: one per core, at most 8.
+        finished: is told each task that has ended, and its result, while others run.
+
+    Returns:
+        The results, in the order of the tasks.
+
+    Raises:
+        PrismError, NotTrainedError: a task failed; all others are stopped.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     num_workers = num_workers or min(len(os.sched_getaffinity(0)), 8)
-    waiting, running = list(tasks), list[_Worker]()
-    done: dict[int, Json] = {}
+    waiting, running = list(enumerate(tasks)), list[_Worker]()
+    done: dict[int, Json] = {}  # place of a task -> its result
     noted = set[str]()
     columns = (
         TextColumn("{task.description}"),
@@ -135,7 +158,7 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
     say = partial(console.print, end="")
     far = progress(lambda: _far(running, bars, len(done), len(tasks)), say)
     with bars, contextlib.nullcontext() if console.is_terminal else far, selector:
-        made = {t.rank: bars.add_task(t.title, total=1, what="waiting") for t in tasks}
+        made = [bars.add_task(task.title, total=1, what="waiting") for task in tasks]
         # several ranks share the imports of one process; a single one would wait for it
         template = None
         if can_fork() and len(tasks) > 1 and all(task.forks for task in tasks):
@@ -143,16 +166,20 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
         try:
             while waiting or running:
                 while waiting and len(running) < num_workers:
-                    worker = _start(waiting.pop(0), made, noted, template)
+                    place, task = waiting.pop(0)
+                    worker = _start(task, place, made[place], noted, template)
                     bars.update(worker.bar, what="starting")
                     running.append(worker)
                     selector.register(worker.events, io_selectors.EVENT_READ, worker)
                 for key, _ in selector.select(timeout=0.5):
                     _take(key.data, os.read(key.data.events, 1 << 16), bars)
-                for worker in [one for one in running if one.process.poll() is not None]:
+                ended = [worker for worker in running if worker.process.poll() is not None]
+                for worker in ended:
                     selector.unregister(worker.events)
                     running.remove(worker)
-                    done[worker.task.rank] = _finish(worker, bars)
+                    done[worker.place] = _finish(worker, bars)
+                    if finished is not None:
+                        finished(worker.task, done[worker.place])
         finally:
             for worker in running:
                 worker.process.kill()
@@ -161,7 +188,7 @@ def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = N
                 os.close(worker.events)
             if template is not None:
                 template.close()
-    return [done[task.rank] for task in tasks]
+    return [done[place] for place in range(len(tasks))]
 
 
 def _far(running: Sequence[_Worker], bars: Progress, done: int, total: int) -> str:
@@ -181,7 +208,7 @@ def _environment() -> dict[str, str]:
 
 
 def _start(
-    task: RankTask, bars: dict[int, TaskID], noted: set[str], template: RankTemplate | None
+    task: RankTask, place: int, bar: TaskID, noted: set[str], template: RankTemplate | None
 ) -> _Worker:
     """Start a rank: as a fork of ``template`` if there is one, else as a process of its own."""
     read, write = os.pipe()
@@ -189,7 +216,11 @@ def _start(
     process: subprocess.Popen[bytes] | ForkedRank
     if template is not None:
         process = template.start(
-            task.words, (EVENTS, write), printed.fileno(), shares_start=task.shares_start
+            task.words,
+            (EVENTS, write),
+            printed.fileno(),
+            shares_start=task.shares_start,
+            periods=task.periods,
         )
     else:
         process = subprocess.Popen(
@@ -202,7 +233,7 @@ def _start(
             preexec_fn=die_with_parent,
         )
     os.close(write)
-    return _Worker(task, process, read, printed, bars[task.rank], noted)
+    return _Worker(task, place, process, read, printed, bar, noted)
 
 
 def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:

@@ -11,6 +11,7 @@ nccl_buffers.py  what NCCL's communicators take beside it (device_memory/: a fil
 part_peaks.py    peaks of the parts of a process's life
 saved_bytes.py   what a rank writes into a checkpoint
 host_need.py     what the job keeps in its hosts' memory
+layers.py        the peak of a rank with many equal layers, from the rank with few
 routing.py       peaks of an MoE job whose routing is drawn from a law
 job_peaks.py     peaks of all classes of a job's ranks: ``prism.peak_memory``
 peak_changes.py  what changes between two such reports

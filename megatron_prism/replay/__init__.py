@@ -10,6 +10,7 @@ variations.py    the iteration if some durations were others
 differences.py   which of several jobs is faster, where what is unknown is the same for all
 network.py       calls that share links
 whatif.py        what each field of a WhatIf changes
+layers.py        the iteration of a job with many equal layers, from the job with few
 replicas.py      more or fewer replicas: calls, the optimizer's work and its memory
 pricing.py       a job of any kind, priced under one machine and calibration
 rates.py         tokens and flops per second, MFU

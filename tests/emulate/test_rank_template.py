@@ -111,7 +111,7 @@ def started(program, become, count=3):
 
 
 def test_ranks_of_a_job_are_forks_of_the_process_that_started_it(program):
-    results = started(program, "lambda argv: None")
+    results = started(program, "lambda argv, periods: None")
     # the start ran once, as the first rank; each rank is a process of its own behind it
     assert len({result["began"] for result in results}) == 1
     assert len({result["process"] for result in results}) == 3

@@ -30,7 +30,7 @@ from megatron_prism.cli.command import (
     switch,
 )
 from megatron_prism.cli.file_answers import answer_about_files
-from megatron_prism.cli.job_slices import kept_line
+from megatron_prism.cli.job_slices import estimate_note, kept_line
 from megatron_prism.cli.memory_arguments import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs
 from megatron_prism.core.errors import UsageError
@@ -107,6 +107,11 @@ def fit(args: argparse.Namespace) -> Answer:
     if args.out is not None:
         _write_snapshot(args, first_program(programs, found.memory.classes[name]))
     note = what_ifs.machine_note(programs, args.machine)
+    # an estimate is of the job as captured
+    if args.line and not args.settings and found.headline is not None:
+        need = found.limit + found.over
+        assumes = found.headline.assumes
+        note += estimate_note(Path(path), assumes, found.iteration_ns, need)
     return Answer(
         found.to_json,
         lambda: print(found.to_text(name, args.top) + note, end=""),

@@ -65,11 +65,18 @@ def capture(args: argparse.Namespace) -> Answer:
     talk = console(stderr=args.json)
     if args.job:
         from megatron_prism.emulate import script_job
+        from megatron_prism.emulate.estimate import Estimator
 
         script, *own_arguments = args.job
         words = [*args.ours, *own_arguments]
         script_job.capture_command_line(
-            script, words, out, talk, force=args.force, obstacles=args.obstacles
+            script,
+            words,
+            out,
+            talk,
+            force=args.force,
+            obstacles=args.obstacles,
+            estimator=Estimator(talk),
         )
         line = [*args.given, *args.line]
     else:

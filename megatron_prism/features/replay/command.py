@@ -17,6 +17,7 @@ from megatron_prism.cli.command import (
     file_option,
     option,
 )
+from megatron_prism.cli.job_slices import timeline_note
 from megatron_prism.cli.output import Answer, Row
 
 
@@ -51,6 +52,9 @@ def replay(args: argparse.Namespace) -> Answer:
     programs = what_ifs.open_job(args.programs)
     timeline = what_ifs.priced(programs, args.settings, "replay", **how).timeline
     note = what_ifs.machine_note(programs, args.machine)
+    # an estimate is of the job as captured
+    if args.line and not args.settings:
+        note += timeline_note(args.programs, timeline)
     return Answer(
         timeline.to_json,
         lambda: print(timeline.to_text(verbose=args.verbose) + note, end=""),
