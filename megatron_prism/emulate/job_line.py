@@ -159,7 +159,7 @@ def _summary(line: LaunchLine) -> str:
     text = f"{', '.join(line.launchers)} {verb} not started here"
     if line.ranks is None:
         return text
-    host = f", {line.each} on a host" if line.each else ""
+    host = f", {line.per_host} on a host" if line.per_host else ""
     return f"{text}; {counted(line.ranks, 'rank')}{host}: {line.source}"
 
 

@@ -7,7 +7,6 @@ programs that start others; one that is missing needs a row and no code.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -25,8 +24,8 @@ class LauncherRow:
 
     ranks : options that say how many processes there are in all
     nodes : on how many hosts
-    each  : on each host
-    parts : how many sets of processes each host has, where ``nodes`` and ``each`` count sets
+    per_host : on each host
+    parts : how many sets of processes each host has, where ``nodes`` and ``per_host`` count sets
     hosts : a file that names hosts and their slots
     gpus, all_gpus : how many GPUs a host has, and all of them
     alone : options without a value
@@ -36,13 +35,13 @@ class LauncherRow:
     skips : words besides options before the command: an image, a host
     text  : whether the command may be one word, a line for a shell
     unsaid: (hosts, processes on each) where no option says them
-    reads : variables that say ranks, nodes and each where no option does
+    reads : variables that say ranks, nodes and per_host where no option does
     """
 
     names: str
     ranks: str = ""
     nodes: str = ""
-    each: str = ""
+    per_host: str = ""
     parts: str = ""
     hosts: str = ""
     gpus: str = ""
@@ -59,7 +58,7 @@ class LauncherRow:
     @property
     def counts(self) -> bool:
         """Whether it starts several processes."""
-        return bool(self.ranks or self.each)
+        return bool(self.ranks or self.per_host)
 
 
 _IMAGE = "-i -t -it -d --rm --init --privileged --tty --interactive --nv --rocm --cleanenv -e -c "
@@ -68,7 +67,7 @@ LAUNCHERS = (
     LauncherRow(
         "torchrun torch.distributed.run torch.distributed.launch",
         nodes="--nnodes",
-        each="--nproc-per-node",
+        per_host="--nproc-per-node",
         alone="--standalone --no-python --run-path --use-env -m --module",
         unsaid=(1, 1),
         reads=("", "PET_NNODES", "PET_NPROC_PER_NODE"),
@@ -77,7 +76,7 @@ LAUNCHERS = (
         "srun",
         ranks="-n --ntasks",
         nodes="-N --nodes",
-        each="--ntasks-per-node",
+        per_host="--ntasks-per-node",
         alone="-l --label -u --unbuffered -K --kill-on-bad-exit -E -v -vv -Q --exclusive "
         "--overlap --no-kill -k --pty --exact -O -s --contiguous",
         reads=("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"),
@@ -85,7 +84,7 @@ LAUNCHERS = (
     LauncherRow(
         "mpirun mpiexec mpiexec.hydra orterun prterun prun",
         ranks="-np --np -n --n -c",
-        each="--npernode -npernode -ppn --ppn -perhost -N --map-by --ntasks-per-node",
+        per_host="--npernode -npernode -ppn --ppn -perhost -N --map-by --ntasks-per-node",
         hosts="--hostfile -hostfile --machinefile -machinefile -f",
         alone="--allow-run-as-root -allow-run-as-root --oversubscribe --nooversubscribe "
         "--tag-output --report-bindings -v --verbose -q --bynode --display-map -l "
@@ -97,24 +96,24 @@ LAUNCHERS = (
         "jsrun",
         ranks="-p --np",
         nodes="-n --nrs",
-        each="-a --tasks-per-rs",
+        per_host="-a --tasks-per-rs",
         parts="-r --rs-per-host",
         unsaid=(1, 1),
     ),
     LauncherRow(
         "deepspeed ds",
         nodes="--num-nodes",
-        each="--num-gpus",
+        per_host="--num-gpus",
         hosts="--hostfile -H",
         alone="--no-python --no-local-rank --force-multi --no-ssh --no-ssh-check --save-pid "
         "--module --elastic-training",
     ),
-    LauncherRow("aprun ibrun", ranks="-n", each="-N", alone="-q -v"),
+    LauncherRow("aprun ibrun", ranks="-n", per_host="-N", alone="-q -v"),
     LauncherRow(
         "flux",
         ranks="-n --ntasks",
         nodes="-N --nodes",
-        each="--tasks-per-node",
+        per_host="--tasks-per-node",
         verbs="run submit",
         alone="-l -u -v -x --label-io --unbuffered --exclusive",
     ),
@@ -163,12 +162,14 @@ BATCH = LauncherRow(  # their options, which the directives of a script are too
     "",
     ranks="-n --ntasks",
     nodes="-N --nodes -nnodes",
-    each="--ntasks-per-node --tasks-per-node",
+    per_host="--ntasks-per-node --tasks-per-node",
     gpus="--gpus-per-node --gres -g -gpu",
     all_gpus="-G --gpus",
     sets="--export -v -env",
 )
-BY_NAME = {name: row for row in LAUNCHERS for name in row.names.split()}
+BY_NAME = dict[str, LauncherRow]()
+for _row in LAUNCHERS:
+    BY_NAME.update(dict.fromkeys(_row.names.split(), _row))
 SCRIPTS = (".sh", ".sbatch", ".slurm", ".pbs")
 _PYTHON = re.compile(r"python[\d.]*$")
 _PYTHON_ALONE = "-u -O -OO -B -I -s -S -v -q -E -P -d -i"
@@ -189,7 +190,7 @@ class LaunchLine:
     launchers : names of what stands before the script, outermost first
     variables : that the line sets
     ranks     : processes of the job; None where the line does not say
-    each      : on a host, where that is said
+    per_host  : processes on a host, where that is said
     source    : which options said so
     unclear   : the option that says no number, ``--nproc-per-node gpu``
     """
@@ -200,27 +201,29 @@ class LaunchLine:
     launchers: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     ranks: int | None = None
-    each: int | None = None
+    per_host: int | None = None
     source: str = ""
     unclear: str = ""
 
-    def flags(self, given: Sequence[str]) -> list[str]:
-        """Our flags for the world of this line, less those in ``given``.
+    def flags(self, flags_given: Sequence[str]) -> list[str]:
+        """Our flags for the world of this line, less those in ``flags_given``.
 
         Raises:
-            UsageError: a launcher leaves its number to the hosts, and ``given`` does not say it.
+            UsageError: a launcher leaves its number to the hosts, and no flag says it.
         """
-        names = {word.partition("=")[0] for word in given}
+        names_given = {word.partition("=")[0] for word in flags_given}
         flags = list[str]()
-        if "--prism-world-size" not in names:
+        if "--prism-world-size" not in names_given:
             if self.unclear:
                 raise UsageError(
                     f"{self.unclear} does not say how many ranks the job has",
                     fix="a number in its place, or --prism-world-size N",
                 )
-            flags += ["--prism-world-size", str(self.ranks)] if self.ranks else []
-        if self.each and (self.ranks or 0) > self.each and "--prism-gpus-per-node" not in names:
-            flags += ["--prism-gpus-per-node", str(self.each)]
+            if self.ranks:
+                flags += ["--prism-world-size", str(self.ranks)]
+        has_several_hosts = self.per_host is not None and 0 < self.per_host < (self.ranks or 0)
+        if has_several_hosts and "--prism-gpus-per-node" not in names_given:
+            flags += ["--prism-gpus-per-node", str(self.per_host)]
         return flags
 
 
@@ -246,20 +249,28 @@ def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str],
         words: our options, then a line; ``--`` may stand before it.
         alone: those of our options that take no value.
     """
-    place, line = 0, list(words)
+    place = 0
+    line = list(words)
     while line and line[0] != "--" and not begins_line(_unquoted(line)[0]):
         word = line[0]
-        place += 2 if word.startswith("-") and word not in alone and "=" not in word else 1
+        takes_value = word.startswith("-") and word not in alone and "=" not in word
+        place += 2 if takes_value else 1
         line = list(words[place:])
-    return list(words[:place]), _unquoted(line[1:] if line[:1] == ["--"] else line)
+    if line[:1] == ["--"]:
+        line = line[1:]
+    return list(words[:place]), _unquoted(line)
 
 
 def _unquoted(line: Sequence[str]) -> list[str]:
     """The words of a launch line, which may be quoted as one."""
-    with contextlib.suppress(ValueError):  # an open quote
-        parts = shlex.split(line[0]) if len(line) == 1 else []
-        if len(parts) > 1 and is_launcher(parts[0]) and not is_file(line[0]):
-            return parts
+    if len(line) != 1:
+        return list(line)
+    try:
+        parts = shlex.split(line[0])
+    except ValueError:  # an open quote
+        return list(line)
+    if len(parts) > 1 and is_launcher(parts[0]) and not is_file(line[0]):
+        return parts
     return list(line)
 
 
@@ -273,59 +284,100 @@ def read_line(words: Sequence[str], env: Mapping[str, str]) -> LaunchLine:
     Raises:
         UsageError: a launcher starts several programs, as srun and mpirun do behind ``:``.
     """
-    rest, names = list(words), list[str]()
-    variables, counted = dict[str, str](), LaunchLine()
+    reading = _Reading(words, env)
+    while reading.remaining:
+        line = reading.read_program()
+        if line is not None:
+            return line
+    return reading.ending()
 
-    def ending(*job: str, shell: Sequence[str] = (), before: Sequence[str] = ()) -> LaunchLine:
-        return replace(
-            counted,
-            words=job,
-            shell=tuple(shell),
-            before=tuple(before),
-            launchers=tuple(names),
-            variables=variables,
-        )
 
-    while rest:
-        name = Path(rest[0]).name
-        if setting := _ASSIGNMENT.fullmatch(rest[0]):
-            variables[setting[1]] = setting[2]
-            rest = rest[1:]
-            continue
-        manifest = name == "kubectl" and {"apply", "create"} & set(rest[1:2])
-        if name in SUBMIT or _SHELL.match(name) or manifest:
-            return ending(shell=rest, before=words[: len(words) - len(rest)])
+class _Reading:
+    """How far a launch line is read.
+
+    remaining : words that are not read yet
+    launchers, variables : as in a LaunchLine
+    counted   : ranks by the innermost launcher that says some
+    """
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+        self.words = words
+        self.env = env
+        self.remaining = list(words)
+        self.launchers = list[str]()
+        self.variables = dict[str, str]()
+        self.counted = LaunchLine()
+
+    def ending(self, *job: str) -> LaunchLine:
+        """The line, whose script and arguments are ``job``."""
+        launchers = tuple(self.launchers)
+        return replace(self.counted, words=job, launchers=launchers, variables=self.variables)
+
+    def ending_in_shell(self, *shell: str, words_before: int) -> LaunchLine:
+        """The line, which ends with a script for a shell."""
+        before = tuple(self.words[:words_before])
+        return replace(self.ending(), shell=shell, before=before)
+
+    def read_program(self) -> LaunchLine | None:
+        """Read one launcher with its options, or a variable; the whole line where it ends there."""
+        name = Path(self.remaining[0]).name
+        words_before = len(self.words) - len(self.remaining)
+        if setting := _ASSIGNMENT.fullmatch(self.remaining[0]):
+            self.variables[setting[1]] = setting[2]
+            self.remaining = self.remaining[1:]
+            return None
+        if name in SUBMIT or _SHELL.match(name) or self._is_manifest(name):
+            return self.ending_in_shell(*self.remaining, words_before=words_before)
         if _PYTHON.match(name):
-            rest, module = _after_python(rest[1:])
-            if not module:
-                continue
-            if not rest or rest[0] not in BY_NAME:
-                return ending("-m", *rest)
-            name = rest[0]
-        if (row := BY_NAME.get(name)) is not None:
-            options, rest = split_options(row, rest[1:])
-        elif ahead := _command_ahead(rest):  # of a program that we do not know
+            self.remaining, is_module = _after_python(self.remaining[1:])
+            if not is_module:
+                return None  # a script, or one more launcher, is next
+            if not self.remaining or self.remaining[0] not in BY_NAME:
+                return self.ending("-m", *self.remaining)
+            name = self.remaining[0]  # python -m torch.distributed.run
+        row = BY_NAME.get(name)
+        if row is not None:
+            options, self.remaining = split_options(row, self.remaining[1:])
+            return self._read_launcher(name, row, options)
+        ahead = _command_ahead(self.remaining)
+        if ahead:
+            # a program that we do not know: it counts if its options are those of torchrun
             row = BY_NAME["torchrun"]
-            options, rest = split_options(row, rest[1:ahead])[0], rest[ahead:]
-            row = row if options.keys() & {"--nproc-per-node", "--nnodes"} else LauncherRow("")
-        else:
-            break
-        names.append(name)
-        values = [text for option in row.sets.split() for text in options.get(option, [])]
-        settings = [one for text in values if (one := _ASSIGNMENT.fullmatch(text))]
-        variables |= {one[1]: one[2] for one in settings}
-        if row.counts and ":" in rest:
-            fix = "the part that trains, with --prism-world-size N"
-            raise UsageError(f"{name} starts several programs, with : between them", fix=fix)
+            options, _ = split_options(row, self.remaining[1:ahead])
+            self.remaining = self.remaining[ahead:]
+            if not options.keys() & {"--nproc-per-node", "--nnodes"}:
+                row = LauncherRow("")
+            return self._read_launcher(name, row, options)
+        if self.remaining[0].endswith(SCRIPTS):
+            return self.ending_in_shell("bash", *self.remaining, words_before=words_before)
+        return self.ending(*self.remaining)
+
+    def _is_manifest(self, name: str) -> bool:
+        """Whether kubectl creates what a file describes, not a process of its own."""
+        return name == "kubectl" and self.remaining[1:2] in (["apply"], ["create"])
+
+    def _read_launcher(
+        self, name: str, row: LauncherRow, options: Mapping[str, Sequence[str]]
+    ) -> LaunchLine | None:
+        """Note what a launcher's options say; the whole line where its command ends it."""
+        self.launchers.append(name)
+        for option in row.sets.split():
+            for text in options.get(option, ()):
+                if setting := _ASSIGNMENT.fullmatch(text):
+                    self.variables[setting[1]] = setting[2]
         if row.counts:
-            counted = _counted(name, row, options, {**env, **variables})
-        if row.text and len(rest) == 1 and " " in rest[0]:
-            return ending(shell=("bash", "-c", rest[0]), before=words[:-1])
+            if ":" in self.remaining:
+                raise UsageError(
+                    f"{name} starts several programs, with : between them",
+                    fix="the part that trains, with --prism-world-size N",
+                )
+            self.counted = _counted(name, row, options, {**self.env, **self.variables})
+        if row.text and len(self.remaining) == 1 and " " in self.remaining[0]:
+            words_before = len(self.words) - 1
+            return self.ending_in_shell("bash", "-c", self.remaining[0], words_before=words_before)
         if options.keys() & {"-m", "--module"} & set(row.alone.split()):
-            return ending("-m", *rest)
-    if rest and rest[0].endswith(SCRIPTS):
-        return ending(shell=("bash", *rest), before=words[: len(words) - len(rest)])
-    return ending(*rest)
+            return self.ending("-m", *self.remaining)
+        return None
 
 
 def _command_ahead(words: Sequence[str]) -> int:
@@ -337,116 +389,167 @@ def _command_ahead(words: Sequence[str]) -> int:
             break
         if place and "/" not in word and is_launcher(word):
             return place
-    place = [*words, "--"].index("--") + 1
-    return place if place < len(words) and begins_line(words[place]) else 0
+    if "--" not in words:
+        return 0
+    place = list(words).index("--") + 1
+    if place < len(words) and begins_line(words[place]):
+        return place
+    return 0
 
 
 def _after_python(words: Sequence[str]) -> tuple[list[str], bool]:
     """(what follows the options of Python, whether it is a module)."""
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
-        rest = rest[1:] if rest[0] in _PYTHON_ALONE.split() or len(rest[0]) > 2 else rest[2:]
-    return (rest[1:], True) if rest[:1] == ["-m"] else (rest, False)
+    remaining = list(words)
+    alone = _PYTHON_ALONE.split()
+    while remaining and remaining[0].startswith("-") and remaining[0] not in ("-m", "-c", "-"):
+        has_value = remaining[0] not in alone and len(remaining[0]) == 2  # -W ignore; -Wignore
+        remaining = remaining[2:] if has_value else remaining[1:]
+    if remaining[:1] == ["-m"]:
+        return remaining[1:], True
+    return remaining, False
 
 
 def split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """({option: its values}, the command and what follows it)."""
-    options, rest, skips = dict[str, list[str]](), list(words), row.skips
-    alone, pairs = row.alone.split(), row.pairs.split()
-    names = f"{row.ranks} {row.nodes} {row.each} {row.alone}".split()
-    known = [one for one in names if one.startswith("--")]
-    while rest:
-        word, following = rest[0], rest[1] if len(rest) > 1 else ""
-        name, equals, value = word.partition("=")
-        name = name[:2] + name[2:].replace("_", "-")
-        if len(name) > 4 and name not in known:  # getopt and argparse take what is begun
-            begun = [one for one in known if one.startswith(name)]
-            name = begun[0] if len(begun) == 1 else name
-        taken = 1
+    options = dict[str, list[str]]()
+    remaining = list(words)
+    words_to_skip = row.skips
+    alone = row.alone.split()
+    while remaining:
+        word = remaining[0]
+        words_read = 1
         if word == "--":
-            if not skips:
-                return options, rest[1:]
+            if not words_to_skip:
+                return options, remaining[1:]
         elif word.startswith("-") and len(word) > 1:
-            if short := re.fullmatch(r"(-[a-zA-Z])(\d+)", word):  # -N4
-                name, value = short[1], short[2]
-            elif name in pairs:
-                taken = 3
-            elif not (
-                equals
-                or name in alone
-                or following.startswith("-")
-                or (len(name) > 2 and "/" not in following and begins_line(following))
-            ):
-                taken, value = 2, following
+            following = remaining[1] if len(remaining) > 1 else ""
+            name, value, words_read = _read_option(row, word, following)
             options.setdefault(name, []).append(value)
         elif word in row.verbs.split() or (word == "-" and word in alone):
             pass
-        elif skips and not _ASSIGNMENT.fullmatch(word):
-            skips -= 1
+        elif words_to_skip and not _ASSIGNMENT.fullmatch(word):
+            words_to_skip -= 1
         else:
             break
-        rest = rest[taken:]
-    return options, rest
+        remaining = remaining[words_read:]
+    return options, remaining
+
+
+def _read_option(row: LauncherRow, word: str, following: str) -> tuple[str, str, int]:
+    """(option, its value, how many words it takes)."""
+    if short := re.fullmatch(r"(-[a-zA-Z])(\d+)", word):  # -N4
+        return short[1], short[2], 1
+    name, equals, value = word.partition("=")
+    name = _full_name(row, name)
+    if name in row.pairs.split():
+        return name, value, 3
+    if equals or name in row.alone.split() or following.startswith("-"):
+        return name, value, 1
+    # a long option that the table does not have: the command behind it is no value of it
+    if len(name) > 2 and "/" not in following and begins_line(following):
+        return name, value, 1
+    return name, following, 2
+
+
+def _full_name(row: LauncherRow, name: str) -> str:
+    """An option with ``-`` for ``_``, and in full: getopt and argparse take what is begun."""
+    name = name[:2] + name[2:].replace("_", "-")
+    options = f"{row.ranks} {row.nodes} {row.per_host} {row.alone}".split()
+    long_options = [option for option in options if option.startswith("--")]
+    if len(name) <= 4 or name in long_options:
+        return name
+    begun = [option for option in long_options if option.startswith(name)]
+    return begun[0] if len(begun) == 1 else name
+
+
+_QUANTITIES = ("ranks", "nodes", "per_host", "parts", "gpus", "all_gpus")
 
 
 def numbers(
     row: LauncherRow, options: Mapping[str, Sequence[str]], env: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, str], str]:
-    """({what: how many}, {what: who says so}, the option that says no number) of ranks, nodes,
-    each, parts, gpus and all_gpus.
+    """({quantity: how many}, {quantity: who says so}, the option that says no number) of ranks,
+    nodes, per_host, parts, gpus and all_gpus.
     """
-    found, sources, unclear = dict[str, int](), dict[str, str](), ""
-    variables = dict(zip(("ranks", "nodes", "each"), row.reads, strict=True))
-    if options.keys() & set(row.each.split()):  # the variable's ranks are the allocation's then
-        del variables["ranks"]
-    for what in ("ranks", "nodes", "each", "parts", "gpus", "all_gpus"):
-        given = [one for one in getattr(row, what).split() if one in options]
-        option = next((one for one in given if any(options[one])), "")
-        if given and not option:  # of a variable that is empty
-            unclear = unclear or f"{given[0]} without a value"
-        variable = variables.get(what, "")
-        text = options[option][-1] if option else env.get(variable, "")
-        said = f"{option} {text}" if option else f"{variable}={text}"
-        counts = _PER_NODE.findall(text) if option == "--map-by" else _NUMBER.findall(text)
-        if counts and int(counts[-1]):  # the larger one of 1:8 and 4-8
-            found[what], sources[what] = int(counts[-1]), said
-        elif text and option != "--map-by":
-            unclear = unclear or said
-    return found, sources, unclear
+    counts, sources = dict[str, int](), dict[str, str]()
+    unclear = ""
+    variables = dict(zip(("ranks", "nodes", "per_host"), row.reads, strict=True))
+    if options.keys() & set(row.per_host.split()):
+        del variables["ranks"]  # it says the ranks of the whole allocation then
+    for quantity in _QUANTITIES:
+        given = [option for option in getattr(row, quantity).split() if option in options]
+        with_value = [option for option in given if any(options[option])]
+        if with_value:
+            option = with_value[0]
+            text = options[option][-1]
+            source = f"{option} {text}"
+        else:
+            if given:  # of a variable that is empty
+                unclear = unclear or f"{given[0]} without a value"
+            option = ""
+            variable = variables.get(quantity, "")
+            text = env.get(variable, "")
+            source = f"{variable}={text}"
+        is_map = option == "--map-by"
+        pattern = _PER_NODE if is_map else _NUMBER
+        written = pattern.findall(text)
+        if written and int(written[-1]):  # the larger one of 1:8 and 4-8
+            counts[quantity] = int(written[-1])
+            sources[quantity] = source
+        elif text and not is_map:  # --map-by may say other things than a number
+            unclear = unclear or source
+    return counts, sources, unclear
 
 
 def _counted(
     name: str, row: LauncherRow, options: Mapping[str, Sequence[str]], env: Mapping[str, str]
 ) -> LaunchLine:
     """Ranks, ranks on a host, and who says so, by one launcher."""
-    found, sources, unclear = numbers(row, options, env)
+    counts, sources, unclear = numbers(row, options, env)
     if unclear:
         return LaunchLine(unclear=f"{unclear} of {name}")
-    unsaid = dict(zip(("nodes", "each"), row.unsaid or (), strict=False))
-    said = {**unsaid, **found}
-    ranks, nodes, each = (said.get(what) for what in ("ranks", "nodes", "each"))
-    here = name in ("deepspeed", "ds") and "--hostfile" not in options
-    joined = ", " if ranks else " x "
-    if ranks is None and (slots := _slots(row, options)):
-        nodes, ranks = len(slots), None if each else sum(slots)
-        sources.setdefault("nodes", f"{counted(nodes, 'host')} of its file")
-    if ranks is None and each and (nodes or here):
-        ranks = (nodes or 1) * each
-    elif ranks and nodes and not each:
-        each = -(-ranks // nodes)
-    if each and row.parts:
-        each *= found.get("parts", 1)
-    text = f"{joined.join(sources.values()) or 'no option'} of {name}"
-    return LaunchLine(ranks=ranks, each=each if ranks else None, source=text)
+    default_nodes, default_per_host = row.unsaid or (None, None)
+    ranks = counts.get("ranks")
+    nodes = counts.get("nodes", default_nodes)
+    per_host = counts.get("per_host", default_per_host)
+    sources_are_factors = not ranks
+    if ranks is None:
+        slots = _slots(row, options)
+        if slots:  # a file of hosts
+            nodes = len(slots)
+            if not per_host:
+                ranks = sum(slots)
+            sources.setdefault("nodes", f"{counted(nodes, 'host')} of its file")
+    # deepspeed without a file of hosts starts on this host alone
+    on_this_host = name in ("deepspeed", "ds") and "--hostfile" not in options
+    if ranks is None and per_host and (nodes or on_this_host):
+        ranks = (nodes or 1) * per_host
+    elif ranks and nodes and not per_host:
+        per_host = -(-ranks // nodes)
+    if per_host and row.parts:
+        per_host *= counts.get("parts", 1)
+    joined = " x " if sources_are_factors else ", "
+    source = joined.join(sources.values()) or "no option"
+    if not ranks:
+        per_host = None
+    return LaunchLine(ranks=ranks, per_host=per_host, source=f"{source} of {name}")
 
 
 def _slots(row: LauncherRow, options: Mapping[str, Sequence[str]]) -> list[int]:
     """The slots of each host in a file of hosts; none where a host has no number."""
-    files = [Path(options[one][-1]) for one in row.hosts.split() if one in options]
-    lines = [line for file in files if is_file(file) for line in file.read_text().splitlines()]
-    hosts = [host for line in lines if (host := line.partition("#")[0].strip())]
-    found = [_SLOTS.search(host) for host in hosts]
-    return [int(one[1]) for one in found if one is not None] if all(found) else []
+    slots = list[int]()
+    for option in row.hosts.split():
+        if option not in options or not is_file(options[option][-1]):
+            continue
+        for line in Path(options[option][-1]).read_text().splitlines():
+            host = line.partition("#")[0].strip()
+            if not host:
+                continue
+            number = _SLOTS.search(host)
+            if number is None:
+                return []
+            slots.append(int(number[1]))
+    return slots
 
 
 def is_file(path: str | Path) -> bool:

@@ -43,7 +43,7 @@ def check(process: Sequence[str]) -> None:
 def check_launch(line: LaunchLine, env: Mapping[str, str]) -> None:
     """UsageError for a launch whose processes are not the ranks that the emulation names."""
     words = line.words[1:]
-    ranks, each = line.ranks or 1, line.each or 1
+    ranks, each = line.ranks or 1, line.per_host or 1
     started = {"TORCHELASTIC_RUN_ID": "", "LOCAL_WORLD_SIZE": str(each), "WORLD_SIZE": str(ranks)}
     named = options.from_command_line(words, {**env, "RANK": "0", **started})
     given = [word.partition("=")[0] for word in (*options.words_of(env), *words)]

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,84 @@ START = -1  # the beginning of time, before any interaction
 _BOUNDS = 1 << 25  # bounds that are kept
 
 
+class _Given(NamedTuple):
+    """What ``_carry`` reads, as arrays for numba.
+
+    order    : int64 [n], nodes after all of their predecessors
+    start    : int64 [n + 1], slices of ``before``
+    before   : int64 [edges], predecessors of each node
+    held     : int64 [n], ns that a node takes; 0 of a local rank's own
+    cut      : int64 [n], 1 at local interactions
+    local    : int64 [n], 1 at nodes of local ranks
+    window   : interactions back to which bounds are kept
+    """
+
+    order: np.ndarray
+    start: np.ndarray
+    before: np.ndarray
+    held: np.ndarray
+    cut: np.ndarray
+    local: np.ndarray
+    window: int
+
+
+class _Written(NamedTuple):
+    """What ``_carry`` writes, as arrays for numba.
+
+    cause, weight : int64 [room], terms of all nodes, one after the other
+    first, length, shift : int64 [n], slice of the terms of a node and what is added to each
+                    weight; of a cut node its own floor
+    number   : int64 [n], which interaction a cut node is
+    since    : int64 [n], ns at least from the beginning of time to the end of a cut node
+    bounds   : int64 [interactions * window], at ``window * number[k] + d`` how long at least from
+               the end of the interaction d places before k to the end of k, -1: unknown
+    mark     : int64 [n], place of a cause among those gathered, counted from 1
+    brought_first, brought_length : int64 [n], slice of what virtual ranks bring to a cut node
+    causes, weights : int64 [widest], the terms of the node in hand
+    done     : int64 [3]: nodes, interactions, entries of ``cause``
+    """
+
+    cause: np.ndarray
+    weight: np.ndarray
+    first: np.ndarray
+    length: np.ndarray
+    shift: np.ndarray
+    number: np.ndarray
+    since: np.ndarray
+    bounds: np.ndarray
+    mark: np.ndarray
+    brought_first: np.ndarray
+    brought_length: np.ndarray
+    causes: np.ndarray
+    weights: np.ndarray
+    done: np.ndarray
+
+
+def _zeros(size: int) -> np.ndarray:
+    return np.zeros(size, dtype=np.int64)
+
+
+def _room(nodes: int, interactions: int, window: int) -> _Written:
+    """Make room for a first part of the terms; ``terms`` doubles it as often as needed."""
+    widest = interactions + 2  # terms of a node: no cause twice
+    return _Written(
+        cause=_zeros(4 * (nodes + widest)),
+        weight=_zeros(4 * (nodes + widest)),
+        first=_zeros(nodes),
+        length=_zeros(nodes),
+        shift=_zeros(nodes),
+        number=_zeros(nodes),
+        since=_zeros(nodes),
+        bounds=np.full(interactions * window, -1, dtype=np.int64),
+        mark=_zeros(nodes),
+        brought_first=_zeros(nodes),
+        brought_length=_zeros(nodes),
+        causes=_zeros(widest),
+        weights=_zeros(widest),
+        done=_zeros(3),
+    )
+
+
 def terms(
     dag: IssueGraph, durations: np.ndarray, cut: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -52,47 +131,33 @@ def terms(
     Only cut nodes have any.  ``cut`` bool [n]: local interactions; ``free`` bool [n]: nodes of
     local ranks, which take no time.  A cause is a node, or START.
     """
-    n = len(dag)
+    interactions = int(cut.sum())
+    window = max(1, min(interactions, _BOUNDS // max(1, interactions)))
     held = np.where(free, 0, durations)
-    mine = free.astype(np.int64)
-    count = int(cut.sum())
-    widest = count + 2  # terms of one node: no cause twice
-    window = max(1, min(count, _BOUNDS // max(1, count)))
-    given = [dag.order, dag.start, dag.before, held, cut.astype(np.int64), mine, window]
-    cause, weight = (np.zeros(4 * (n + widest), dtype=np.int64) for _ in range(2))
-    first, length, shift = (np.zeros(n, dtype=np.int64) for _ in range(3))
-    number, since, mark = (np.zeros(n, dtype=np.int64) for _ in range(3))
-    bounds = np.full(count * window, -1, dtype=np.int64)
-    found_first, found_length = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    one, two = np.zeros(widest, dtype=np.int64), np.zeros(widest, dtype=np.int64)
-    done = np.zeros(3, dtype=np.int64)  # nodes, interactions, entries of ``cause``
+    given = _Given(
+        order=dag.order,
+        start=dag.start,
+        before=dag.before,
+        held=held,
+        cut=cut.astype(np.int64),
+        local=free.astype(np.int64),
+        window=window,
+    )
+    written = _room(len(dag), interactions, window)
     while True:
-        loops.run(
-            _carry,
-            given,
-            [
-                cause,
-                weight,
-                first,
-                length,
-                shift,
-                number,
-                since,
-                bounds,
-                mark,
-                found_first,
-                found_length,
-                one,
-                two,
-                done,
-            ],
-        )
-        if done[0] == len(dag.order):
+        loops.run(_carry, list(given), list(written))
+        nodes_done = written.done[0]
+        if nodes_done == len(dag.order):
             break
-        cause, weight = (np.concatenate([a, np.zeros_like(a)]) for a in (cause, weight))
-    start = np.concatenate(([0], np.cumsum(found_length)))
-    where = np.repeat(found_first - start[:-1], found_length) + np.arange(start[-1])
-    return start, cause[where], weight[where]
+        # the terms have filled their room: it is doubled, and the loop goes on where it stopped
+        cause = np.concatenate([written.cause, np.zeros_like(written.cause)])
+        weight = np.concatenate([written.weight, np.zeros_like(written.weight)])
+        written = written._replace(cause=cause, weight=weight)
+    lengths = written.brought_length
+    start = np.concatenate(([0], np.cumsum(lengths)))
+    places_ahead = np.repeat(written.brought_first - start[:-1], lengths)
+    place = places_ahead + np.arange(start[-1])
+    return start, written.cause[place], written.weight[place]
 
 
 def _carry(  # type: ignore[no-untyped-def]
@@ -101,7 +166,7 @@ def _carry(  # type: ignore[no-untyped-def]
     before,
     held,
     cut,
-    mine,
+    local,
     window,
     cause,
     weight,
@@ -112,99 +177,164 @@ def _carry(  # type: ignore[no-untyped-def]
     since,
     bounds,
     mark,
-    found_first,
-    found_length,
-    one,
-    two,
+    brought_first,
+    brought_length,
+    causes,
+    weights,
     done,
 ):
-    """``first``, ``length``, ``shift``: the terms of a node, for a cut node its own floor;
-    ``found_*``: of a cut node what virtual ranks bring; ``bounds[window * number[k] + d]``: how
-    long at least from the end of the interaction d places before k to the end of k, -1: unknown.
-    """
-    count, size = done[1], done[2]
-    for at in range(done[0], len(order)):
-        if size + 2 * len(one) > len(cause):  # more room is needed, and the rest goes on from here
-            done[0], done[1], done[2] = at, count, size
+    """Carry terms from node to node; arguments as in ``_Given`` and ``_Written``."""
+    interactions, size = done[1], done[2]
+    for place in range(done[0], len(order)):
+        if size + 2 * len(causes) > len(cause):  # no room for this node: it goes on from here
+            done[0], done[1], done[2] = place, interactions, size
             return
-        node = order[at]
+        node = order[place]
         a, b = start[node], start[node + 1]
         if cut[node]:
-            m = _gather(
-                a, b, before, cut, mine, 1, cause, weight, first, length, shift, mark, one, two
+            # what virtual ranks bring, without the local ranks' own way
+            count = _gather(
+                a,
+                b,
+                before,
+                cut,
+                local,
+                1,
+                cause,
+                weight,
+                first,
+                length,
+                shift,
+                mark,
+                causes,
+                weights,
             )
-            m = _prune(m, one, two, number, since, bounds, window)
-            found_first[node], found_length[node] = size, m
-            for t in range(m):
-                cause[size + t], weight[size + t] = one[t], two[t] + held[node]
-            size += m
-            m = _gather(
-                a, b, before, cut, mine, 0, cause, weight, first, length, shift, mark, one, two
+            count = _prune(count, causes, weights, number, since, bounds, window)
+            brought_first[node], brought_length[node] = size, count
+            for t in range(count):
+                cause[size + t] = causes[t]
+                weight[size + t] = weights[t] + held[node]
+            size += count
+            # its floor: by all members, local ranks computing for no time
+            count = _gather(
+                a,
+                b,
+                before,
+                cut,
+                local,
+                0,
+                cause,
+                weight,
+                first,
+                length,
+                shift,
+                mark,
+                causes,
+                weights,
             )
-            for t in range(m):  # the floor
-                two[t] += held[node]
-            number[node] = count
-            since[node] = _bound(m, count, window, one, two, number, since, bounds)
-            count += 1
+            for t in range(count):
+                weights[t] += held[node]
+            number[node] = interactions
+            since[node] = _bound(
+                count, interactions, window, causes, weights, number, since, bounds
+            )
+            interactions += 1
         elif b - a == 1 and not cut[before[a]]:
-            p = before[a]
-            first[node], length[node], shift[node] = first[p], length[p], shift[p] + held[node]
+            # one predecessor: its terms, later by what the node takes
+            predecessor = before[a]
+            first[node] = first[predecessor]
+            length[node] = length[predecessor]
+            shift[node] = shift[predecessor] + held[node]
         else:
-            m = _gather(
-                a, b, before, cut, mine, 0, cause, weight, first, length, shift, mark, one, two
+            # several: the largest of each cause, pruned
+            count = _gather(
+                a,
+                b,
+                before,
+                cut,
+                local,
+                0,
+                cause,
+                weight,
+                first,
+                length,
+                shift,
+                mark,
+                causes,
+                weights,
             )
-            m = _prune(m, one, two, number, since, bounds, window)
-            first[node], length[node], shift[node] = size, m, held[node]
-            for t in range(m):
-                cause[size + t], weight[size + t] = one[t], two[t]
-            size += m
-    done[0], done[1], done[2] = len(order), count, size
+            count = _prune(count, causes, weights, number, since, bounds, window)
+            first[node], length[node], shift[node] = size, count, held[node]
+            for t in range(count):
+                cause[size + t] = causes[t]
+                weight[size + t] = weights[t]
+            size += count
+    done[0], done[1], done[2] = len(order), interactions, size
 
 
 def _gather(  # type: ignore[no-untyped-def]
-    a, b, before, cut, mine, virtual_only, cause, weight, first, length, shift, mark, one, two
+    a,
+    b,
+    before,
+    cut,
+    local,
+    virtual_only,
+    cause,
+    weight,
+    first,
+    length,
+    shift,
+    mark,
+    causes,
+    weights,
 ):
-    """The terms of the predecessors a..b, the largest of each cause, into ``one`` and ``two``."""
-    m, start_at = 0, -1
+    """The terms of the predecessors a..b, the largest of each cause, into ``causes``, ``weights``;
+    returns how many.
+    """
+    count = 0
+    start_place = -1  # of the term of START
     for edge in range(a, b):
-        p = before[edge]
-        if virtual_only and mine[p]:
+        predecessor = before[edge]
+        if virtual_only and local[predecessor]:
             continue
-        if cut[p]:
-            if mark[p] == 0:
-                one[m], two[m] = p, 0
-                m += 1
-                mark[p] = m
+        if cut[predecessor]:
+            # an interaction is a cause itself: what came before it goes no further
+            if mark[predecessor] == 0:
+                causes[count], weights[count] = predecessor, 0
+                count += 1
+                mark[predecessor] = count
             continue
-        for t in range(first[p], first[p] + length[p]):
-            i, w = cause[t], weight[t] + shift[p]
+        for t in range(first[predecessor], first[predecessor] + length[predecessor]):
+            i, w = cause[t], weight[t] + shift[predecessor]
             if i < 0:
-                if start_at < 0:
-                    one[m], two[m] = i, w
-                    start_at = m
-                    m += 1
-                elif two[start_at] < w:
-                    two[start_at] = w
+                if start_place < 0:
+                    causes[count], weights[count] = i, w
+                    start_place = count
+                    count += 1
+                elif weights[start_place] < w:
+                    weights[start_place] = w
             elif mark[i] == 0:
-                one[m], two[m] = i, w
-                m += 1
-                mark[i] = m
-            elif two[mark[i] - 1] < w:
-                two[mark[i] - 1] = w
-    for t in range(m):
-        if one[t] >= 0:
-            mark[one[t]] = 0
-    if a == b:
-        one[0], two[0] = -1, 0
-        m = 1
-    return m
+                causes[count], weights[count] = i, w
+                count += 1
+                mark[i] = count
+            elif weights[mark[i] - 1] < w:
+                weights[mark[i] - 1] = w
+    for t in range(count):
+        if causes[t] >= 0:
+            mark[causes[t]] = 0
+    if a == b:  # a first node: it waits for the beginning of time alone
+        causes[0], weights[0] = -1, 0
+        count = 1
+    return count
 
 
-def _bound(m, k, window, one, two, number, since, bounds):  # type: ignore[no-untyped-def]
+def _bound(  # type: ignore[no-untyped-def]
+    count, k, window, causes, weights, number, since, bounds
+):
     """Fill the bounds of interaction ``k`` from its floor; returns how long since the start."""
     oldest = 0
-    for t in range(m):
-        i, w = one[t], two[t]
+    for t in range(count):
+        i, w = causes[t], weights[t]
         if i < 0:
             oldest = max(oldest, w)
             continue
@@ -212,43 +342,48 @@ def _bound(m, k, window, one, two, number, since, bounds):  # type: ignore[no-un
         back = k - number[i]
         if back < window:
             bounds[window * k + back] = max(bounds[window * k + back], w)
+        # what lies before the cause lies before k, too, by its own bound and the weight
         for d in range(1, window - back):
-            known = bounds[window * number[i] + d]
-            if known >= 0 and known + w > bounds[window * k + back + d]:
-                bounds[window * k + back + d] = known + w
+            bound_of_cause = bounds[window * number[i] + d]
+            if bound_of_cause >= 0 and bound_of_cause + w > bounds[window * k + back + d]:
+                bounds[window * k + back + d] = bound_of_cause + w
     return oldest
 
 
-def _prune(m, one, two, number, since, bounds, window):  # type: ignore[no-untyped-def]
+def _prune(  # type: ignore[no-untyped-def]
+    count, causes, weights, number, since, bounds, window
+):
     """Without terms that another term always reaches; returns how many are left."""
     latest = 0
-    for x in range(1, m):
-        if one[x] >= 0 and (one[latest] < 0 or number[one[x]] > number[one[latest]]):
+    for x in range(1, count):
+        if causes[x] >= 0 and (causes[latest] < 0 or number[causes[x]] > number[causes[latest]]):
             latest = x
     # the latest cause reaches most of the others, so it is asked first
-    one[0], one[latest] = one[latest], one[0]
-    two[0], two[latest] = two[latest], two[0]
+    causes[0], causes[latest] = causes[latest], causes[0]
+    weights[0], weights[latest] = weights[latest], weights[0]
     left = 0
-    for x in range(m):
-        i, w, kept = one[x], two[x], True
-        for y in range(m):
+    for x in range(count):
+        i, w = causes[x], weights[x]
+        reached = False
+        for y in range(count):
             # those before x that were dropped are overwritten by the ones that reach them or others
             if y == x or (left <= y < x):
                 continue
-            k, v = one[y], two[y]
+            k, v = causes[y], weights[y]
             if k < 0 or k == i:
                 continue
             if i < 0:
                 reached = since[k] + v >= w
             else:
                 back = number[k] - number[i]
-                known = bounds[window * number[k] + back] if 0 < back < window else -1
-                reached = known >= 0 and known + v >= w
+                bound = -1
+                if 0 < back < window:
+                    bound = bounds[window * number[k] + back]
+                reached = bound >= 0 and bound + v >= w
             if reached:
-                kept = False
                 break
-        if kept:
-            one[left], two[left] = i, w
+        if not reached:
+            causes[left], weights[left] = i, w
             left += 1
     return left
 
@@ -292,16 +427,18 @@ class AnswerTimes:
         ``before``: the ends in earlier iterations, the latest first; without them their terms are
         left out, as in a first iteration.
         """
-        found = np.zeros(len(self), dtype=np.int64)
-        earlier = (found, *before)
-        for j in range(len(self)):
-            end = int(arrivals[j] + self.own[j])
-            for t in range(self.start[j], self.start[j + 1]):
-                if self.back[t] < len(earlier):
-                    cause = earlier[self.back[t]][self.cause[t]]
-                    end = max(end, int(cause + self.weight[t]))
-            found[j] = end
-        return found
+        ends = np.zeros(len(self), dtype=np.int64)
+        ends_by_iteration = (ends, *before)
+        for interaction in range(len(self)):
+            end = int(arrivals[interaction] + self.own[interaction])
+            for term in range(self.start[interaction], self.start[interaction + 1]):
+                back = self.back[term]
+                if back >= len(ends_by_iteration):
+                    continue
+                end_of_cause = ends_by_iteration[back][self.cause[term]]
+                end = max(end, int(end_of_cause + self.weight[term]))
+            ends[interaction] = end
+        return ends
 
 
 def build_answer_times(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> AnswerTimes:
@@ -310,12 +447,12 @@ def build_answer_times(graph: WorldGraph, prices: Prices, local: Sequence[int]) 
     PrismError if the job hangs, or a local rank is not a class of its own.
     """
     classes = [int(graph.classes.of[rank]) for rank in local]
-    crowded = [r for r, c in zip(local, classes, strict=True) if graph.classes.counts[c] != 1]
-    if crowded:
-        raise PrismError(
-            f"rank {crowded[0]} is one of several in its class",
-            fix="price(what_if=WhatIf(alone=…))",
-        )
+    for rank, cls in zip(local, classes, strict=True):
+        if graph.classes.counts[cls] != 1:
+            raise PrismError(
+                f"rank {rank} is one of several in its class",
+                fix="price(what_if=WhatIf(alone=…))",
+            )
     for unrolled in _UNROLLED:
         table = _table(graph, prices, local, classes, unrolled)
         if not table.loose:
@@ -330,35 +467,57 @@ def _table(
     dag = build_issue_graph(graph, unrolled)
     dag.check_ends()
     durations = durations_of(dag, prices)
-    cut, mine = cuts(dag, classes)
-    start, cause, weight = terms(dag, durations, cut, mine)
+    cut, free = cuts(dag, classes)
+    start, cause, weight = terms(dag, durations, cut, free)
+
+    # the interactions of the last iteration, in an order in which they can happen
     last = unrolled - 1
     nodes = dag.order[cut[dag.order]]
     nodes = nodes[dag.iteration[nodes] == last]
-    number = np.full(len(prices.collective_ns), -1, dtype=np.int64)
+    number = np.full(len(prices.collective_ns), -1, dtype=np.int64)  # op -> interaction
     number[dag.op[nodes]] = np.arange(len(nodes))
-    chosen = [np.arange(start[n], start[n + 1]) for n in nodes]
-    known = [c[cause[c] != START] for c in chosen]
-    every = np.concatenate([*known, np.empty(0, dtype=np.int64)])
-    causes = cause[every]
+
+    # their terms; one of START belongs to a rank that nothing holds back
+    chosen = [np.empty(0, dtype=np.int64)]
+    lengths = list[int]()
+    loose = 0
+    for node in nodes:
+        places = np.arange(start[node], start[node + 1])
+        with_cause = places[cause[places] != START]
+        if len(with_cause) != len(places):
+            loose += 1
+        chosen.append(with_cause)
+        lengths.append(len(with_cause))
+    places = np.concatenate(chosen)
+    causes = cause[places]
+
+    member, op, interaction = _members(dag, classes, cut, number)
+    return AnswerTimes(
+        local=tuple(local),
+        member=member,
+        op=op,
+        of=interaction,
+        own=durations[nodes],
+        loose=loose,
+        start=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        cause=number[dag.op[causes]].astype(np.int32),
+        back=(last - dag.iteration[causes]).astype(np.int32),
+        weight=weight[places],
+    )
+
+
+def _members(
+    dag: IssueGraph, classes: list[int], cut: np.ndarray, number: np.ndarray
+) -> np.ndarray:
+    """int32 [3, members]: place among the local ranks, op, and interaction of each member."""
     members = [np.empty((3, 0), dtype=np.int64)]
     for index, cls in enumerate(classes):
-        where = dag.node_of[cls][-1]
-        ops = np.flatnonzero((dag.ready_of[cls][-1] >= 0) & cut[where])
-        members.append(np.stack([np.full(len(ops), index), ops, number[dag.op[where[ops]]]]))
-    member, op, of = np.concatenate(members, axis=1).astype(np.int32)
-    return AnswerTimes(
-        tuple(local),
-        member,
-        op,
-        of,
-        durations[nodes],
-        sum(len(a) != len(b) for a, b in zip(chosen, known, strict=True)),
-        np.concatenate(([0], np.cumsum([len(c) for c in known]))).astype(np.int64),
-        number[dag.op[causes]].astype(np.int32),
-        (last - dag.iteration[causes]).astype(np.int32),
-        weight[every],
-    )
+        node_of_op = dag.node_of[cls][-1]
+        has_op = dag.ready_of[cls][-1] >= 0
+        ops = np.flatnonzero(has_op & cut[node_of_op])
+        interactions = number[dag.op[node_of_op[ops]]]
+        members.append(np.stack([np.full(len(ops), index), ops, interactions]))
+    return np.concatenate(members, axis=1).astype(np.int32)
 
 
 def cuts(dag: IssueGraph, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -366,9 +525,11 @@ def cuts(dag: IssueGraph, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarra
 
     Meetings of local ranks alone are real: virtual ones notice them through the local ranks only.
     """
-    mine = np.isin(dag.owner, list(classes))
-    counts = np.diff(dag.start)
-    of = np.repeat(np.arange(len(dag)), counts)
-    local = np.bincount(of, weights=mine[dag.before], minlength=len(dag)).astype(np.int64)
-    meets = (dag.kind == MEET) & (local > 0)
-    return meets & (local < counts), mine | (meets & (local == counts))
+    of_local = np.isin(dag.owner, list(classes))
+    members = np.diff(dag.start)
+    node_of_edge = np.repeat(np.arange(len(dag)), members)
+    local_edges = np.bincount(node_of_edge, weights=of_local[dag.before], minlength=len(dag))
+    local_members = local_edges.astype(np.int64)
+    meets = (dag.kind == MEET) & (local_members > 0)
+    all_local = meets & (local_members == members)
+    return meets & (local_members < members), of_local | all_local

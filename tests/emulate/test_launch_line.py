@@ -51,7 +51,7 @@ LINES = [  # line, ranks, ranks on a host, the script and its words
 @pytest.mark.parametrize(("line", "ranks", "each", "job"), LINES)
 def test_launchers_in_any_order_say_how_many_ranks_there_are(line, ranks, each, job):
     read = read_line(line.split(), {})
-    assert (read.ranks, read.each, list(read.words)) == (ranks, each, job.split())
+    assert (read.ranks, read.per_host, list(read.words)) == (ranks, each, job.split())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_shell_script_is_not_guessed_at(line, shell):
 
 def test_variables_stand_in_for_options_and_are_kept_for_the_job():
     read = read_line("srun python a.py".split(), {"SLURM_NTASKS": "32", "SLURM_NNODES": "4"})
-    assert (read.ranks, read.each) == (32, 8)
+    assert (read.ranks, read.per_host) == (32, 8)
     read = read_line("A=1 mpirun -n 2 -x B=2 -x PATH python a.py".split(), {})
     assert read.variables == {"A": "1", "B": "2"}
 

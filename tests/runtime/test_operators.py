@@ -29,6 +29,13 @@ def test_blocks_that_share_a_sum(shape, dims, taken):
     assert reduction_bytes(empty(*shape, dtype=torch.bfloat16), dims) == taken
 
 
+def test_a_single_batch_of_logits_above_2_gib_is_split_where_it_is_long():
+    """Its first dimension has one element and the largest stride, and cannot be halved."""
+    logits = empty(1, 4096, 152064, dtype=torch.float32)
+    assert logits.nbytes > 1 << 31
+    assert reduction_bytes(logits, (0, 1)) == reduction_bytes(logits[0], (0,))
+
+
 @pytest.mark.parametrize(
     ("run", "dtype", "bytes_each"),
     [

@@ -305,7 +305,7 @@ def _lines_about(
 def _sizes(job: Json) -> tuple[object, ...]:
     """Return what two runs of a script have in common that start the same job."""
     line = read_line(job["line"], job["env"])
-    return line.words, line.shell, line.ranks, line.each, job["text"]
+    return line.words, line.shell, line.ranks, line.per_host, job["text"]
 
 
 def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> dict[str, str]:

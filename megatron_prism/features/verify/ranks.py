@@ -92,7 +92,7 @@ def _train(run: SmallRun) -> Json:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    pids = {_fork(run, rank, port): rank for rank in range(run.here.size)}
+    pids = {_fork(run, rank, port): rank for rank in range(run.world.size)}
     failed: Json = {}
     while pids:
         pid, status = os.wait()
@@ -178,7 +178,7 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.features.verify.record import StepRecorder, patches_of
 
-    size = run.here.size
+    size = run.world.size
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -195,7 +195,7 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
     patch.apply(patches_of(recorder, run), context)
     ours = ["--prism-tier", "cpu", "--prism-world-size", str(size)]
     try:
-        launch.run_script([*ours, "--", *run.words, *shrink.sizes_as_words(run.here)])
+        launch.run_script([*ours, "--", *run.words, *shrink.sizes_as_words(run.world)])
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

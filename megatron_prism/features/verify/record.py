@@ -350,7 +350,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
         changes = shrink.shrink(parsed, run.job, run.copy, run.iterations, run.layers)
         parts = shrink.parts_of(parsed, run.copy)
         recorder.facts |= {"changes": changes, "parts": parts, "precise": run.precise}
-        shrink.lay_out(parsed, run.here, run.left_out)
+        shrink.lay_out(parsed, run.world, run.left_out)
         if run.saves:
             parsed.save, parsed.save_interval = str(run.folder), 1
         if run.resumed:
@@ -427,7 +427,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
     @patches.patch("megatron.training.training", at=":2588 @0.19.0")
     def report(module: ModuleType, context: PatchContext) -> None:
         """What Megatron reports to TensorBoard is compared with another layout's."""
-        if context.rank == run.here.size - 1:
+        if context.rank == run.world.size - 1:
             context.changes.set(module, "get_tensorboard_writer", lambda: recorder)
 
     @patches.instead(

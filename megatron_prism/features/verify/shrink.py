@@ -236,7 +236,7 @@ class SmallRun:
 
     folder   : for what its ranks keep; made here
     words    : script and arguments of the job
-    job, copy, here : the job's world, the copy's, this run's
+    job, copy, world : the job's world, the copy's, this run's
     left_out : of ``shrink.PARTS``
     layers   : that it has at least
     rounded  : whether every parameter starts one rounding away, to measure what roundings do
@@ -249,7 +249,7 @@ class SmallRun:
     words: Sequence[str]
     job: World
     copy: World
-    here: World
+    world: World
     left_out: Sequence[str] = ()
     iterations: int = ITERATIONS
     layers: int = 2
@@ -270,26 +270,37 @@ def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> Wo
     sizes = {name: min(2, getattr(world, name)) for name in ("tp", "pp", "cp", "ep", "etp")}
     if wide_pipeline and world.pp > 2:
         sizes["pp"] = 4
-    if sizes["pp"] > 1 and not world.order.endswith("pp"):  # etp x ep = tp x cp, as in the job
-        while (apart := sizes["etp"] * sizes["ep"] - sizes["tp"] * sizes["cp"]) != 0:
-            sizes["tp" if apart > 0 else "etp"] *= 2
+    if sizes["pp"] > 1 and not world.order.endswith("pp"):
+        _equal_experts_and_dense(sizes)
     model = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    dense_ranks = sizes["tp"] * sizes["cp"]  # of a stage and a replica
+    expert_ranks = sizes["etp"] * sizes["ep"]
+    wants_expert_replicas = sizes["ep"] > 1 and (world.edp > 1 or not dp_known)
     dp = 2 if world.dp > 1 or not dp_known else 1
-    experts = sizes["etp"] * sizes["ep"]
-    replicas = world.edp > 1 or not dp_known
-    while model * dp // sizes["pp"] % experts or (
-        replicas
-        and sizes["ep"] > 1
-        and model * dp // sizes["pp"] // experts < 2
-        and model * dp * 2 <= USUAL_RANKS
-    ):
+    while True:
+        stage_ranks = dense_ranks * dp
+        if stage_ranks % expert_ranks == 0:
+            has_replicas = stage_ranks // expert_ranks >= 2
+            too_large = model * dp * 2 > USUAL_RANKS
+            if has_replicas or too_large or not wants_expert_replicas:
+                break
         dp *= 2
-    if model * dp > MOST_RANKS:
+    ranks = model * dp
+    if ranks > MOST_RANKS:
         raise UsageError(
-            f"the smallest world of this composition has {model * dp} ranks of {MOST_RANKS}",
+            f"the smallest world of this composition has {ranks} ranks of {MOST_RANKS}",
             fix="leave one dimension out: --context-parallel-size 1, for example",
         )
-    return World(size=model * dp, order=world.order, **sizes)
+    return World(size=ranks, order=world.order, **sizes)
+
+
+def _equal_experts_and_dense(sizes: dict[str, int]) -> None:
+    """Raise tp or etp until etp x ep = tp x cp, as in the job whose stages are not outermost."""
+    while True:
+        surplus_of_experts = sizes["etp"] * sizes["ep"] - sizes["tp"] * sizes["cp"]
+        if surplus_of_experts == 0:
+            return
+        sizes["tp" if surplus_of_experts > 0 else "etp"] *= 2
 
 
 # a dimension -> what is 1 without it
@@ -300,7 +311,9 @@ def without(world: World, part: str) -> World | None:
     """``world`` with the dimension ``part`` (``tp``, ``dp`` …) at 1; None where it is not above."""
     if part not in _WITHOUT or getattr(world, part) == 1:
         return None
-    size = world.size // (1 if part == "ep" else getattr(world, part))
+    size = world.size
+    if part != "ep":  # experts take no ranks of their own
+        size //= getattr(world, part)
     try:
         return replace(world, size=size, **dict.fromkeys(_WITHOUT[part], 1))  # type: ignore[arg-type]
     except WorldError:
@@ -323,8 +336,12 @@ class _Shrinking:
         before = getattr(self.args, name)
         if before != value:
             setattr(self.args, name, value)
-            texts = (str(getattr(one, "name", one)) for one in (before, value))
-            self.changes.append([name, *texts, why])
+            self.changes.append([name, _text(before), _text(value), why])
+
+
+def _text(value: object) -> str:
+    """A value as a change shows it: a member of an enumeration by its name."""
+    return str(getattr(value, "name", value))
 
 
 def shrink(args: object, job: World, copy: World, iterations: int, layers: int) -> list[list[str]]:
@@ -351,32 +368,16 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
     for why, values in _DROPPED.items():
         for name, off in values.items():
             small.set(name, off, why)
-    if small.get("moe_token_dispatcher_type") == "flex":
-        small.set("moe_token_dispatcher_type", "alltoall", _KERNELS)
-    balancing = small.get("moe_router_load_balancing_type")
-    if "sinkhorn" in (balancing or ()):  # over the tokens of a rank
-        none = "none" if isinstance(balancing, str) else ["none"]
-        small.set("moe_router_load_balancing_type", none, _LAYOUT)
-        if small.get("moe_router_topk") == 1:  # Megatron asks for it without sinkhorn
-            small.set("moe_router_pre_softmax", True, _LAYOUT)
-    optimizer = small.get("optimizer") or "adam"
-    if optimizer not in ("adam", "sgd"):  # distributed in bf16 alone: layer_wise_optimizer.py @main
-        small.set("optimizer", optimizer.removeprefix("dist_"), _FORMATS)
-        for name in ("use_distributed_optimizer", "overlap_param_gather"):
-            small.set(name, False, _FORMATS)
-    backend = small.get("attention_backend")
-    if getattr(backend, "name", "") in ("flash", "fused"):
-        small.set("attention_backend", type(backend)["auto"], _KERNELS)
-    patterns = [
-        name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if small.get(name)
-    ]
-    for name in patterns:
+    _simplify(small)
+    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    patterns_of_job = [name for name in patterns if small.get(name)]
+    for name in patterns_of_job:
         _shorten(small, name, job, copy, layers)
-    if not patterns:
+    if not patterns_of_job:
         _interleave(small, job, copy, layers)
     _resize(small, job, copy)
     samples = max(SAMPLES, copy.dp * copy.pp)  # of one microbatch each, in every layout the same
-    for name, value in {
+    settings: Off = {
         "global_batch_size": samples * small.get("micro_batch_size"),
         "train_iters": ITERATIONS,  # data sets are made for these
         "exit_interval": iterations if iterations < ITERATIONS else None,
@@ -392,67 +393,140 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
         "min_lr": 0.0,
         "rerun_mode": "disabled",
         "use_cpu_initialization": True,
-    }.items():
+    }
+    for name, value in settings.items():
         small.set(name, value, _QUIET)
     return small.changes
 
 
-def _interleave(small: _Shrinking, job: World, copy: World, least: int) -> None:
+def _simplify(small: _Shrinking) -> None:
+    """Replace kernels, formats and balancing that a small copy on one host cannot have."""
+    if small.get("moe_token_dispatcher_type") == "flex":
+        small.set("moe_token_dispatcher_type", "alltoall", _KERNELS)
+    balancing = small.get("moe_router_load_balancing_type")
+    if "sinkhorn" in (balancing or ()):  # over the tokens of a rank
+        without_balancing = "none" if isinstance(balancing, str) else ["none"]
+        small.set("moe_router_load_balancing_type", without_balancing, _LAYOUT)
+        if small.get("moe_router_topk") == 1:  # Megatron asks for it without sinkhorn
+            small.set("moe_router_pre_softmax", True, _LAYOUT)
+    optimizer = small.get("optimizer") or "adam"
+    if optimizer not in ("adam", "sgd"):  # distributed in bf16 alone: layer_wise_optimizer.py @main
+        small.set("optimizer", optimizer.removeprefix("dist_"), _FORMATS)
+        small.set("use_distributed_optimizer", False, _FORMATS)
+        small.set("overlap_param_gather", False, _FORMATS)
+    backend = small.get("attention_backend")
+    if getattr(backend, "name", "") in ("flash", "fused"):
+        small.set("attention_backend", type(backend)["auto"], _KERNELS)
+
+
+_CHUNKS = "num_virtual_stages_per_pipeline_rank"
+
+
+def _interleave(small: _Shrinking, job: World, copy: World, least_layers: int) -> None:
     """Settle chunks and layers: as few as the stages admit."""
-    pp, each = copy.pp, "num_virtual_stages_per_pipeline_rank"
-    layout = small.get("pipeline_model_parallel_layout") if pp > 1 else None
-    by_layers = small.get("num_layers_per_virtual_pipeline_stage")
-    chunks = min(2, small.get(each) or (2 if by_layers else 1)) if pp > 1 else 1
-    if layout:
-        repeated = re.sub(r"\(([^)]*)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout)
-        chunks = 2 if repeated.count("|") + 1 > job.pp else 1
-    layers = pp * chunks
-    if layout:
+    pp = copy.pp
+    chunks = _chunks(small, job, copy)
+    has_layout = pp > 1 and bool(small.get("pipeline_model_parallel_layout"))
+    if has_layout:
         mtp = "m" if small.get("mtp_num_layers") else ""
-        text = "|".join(["Et", *["t"] * (layers - 2), f"t{mtp}L"])
-        small.set("pipeline_model_parallel_layout", text, "sizes")
-    ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
-    ends = [name for name in ends if pp > 1 and small.get(name) is not None]
-    for name, share in zip(ends, (1, 1 if pp > len(ends) else 2), strict=False):
-        small.set(name, share * chunks, "sizes")  # the stages between have two of each chunk
-    if ends:
-        layers = chunks * (2 * pp - len(ends) if pp > len(ends) else 3)
-    extra = [f"account_for_{what}_in_pipeline_split" for what in ("embedding", "loss")]
-    if taken := sum(bool(small.get(name)) for name in extra if pp > 1):
-        layers = 2 * pp * chunks - taken
-    least += -least % (pp * chunks)
-    layers = layers if ends or taken else max(layers, least)
+        middle_stages = ["t"] * (pp * chunks - 2)
+        layout = "|".join(["Et", *middle_stages, f"t{mtp}L"])
+        small.set("pipeline_model_parallel_layout", layout, "sizes")
+    layers_of_uneven_stages = _uneven_layers(small, pp, chunks)
+    # the embedding and the loss stand for a layer each, where they count in the split
+    counted = 0
+    if pp > 1:
+        counted += bool(small.get("account_for_embedding_in_pipeline_split"))
+        counted += bool(small.get("account_for_loss_in_pipeline_split"))
+    if counted:
+        layers = 2 * pp * chunks - counted
+    elif layers_of_uneven_stages:
+        layers = layers_of_uneven_stages
+    else:
+        whole_chunks = least_layers + -least_layers % (pp * chunks)
+        layers = max(pp * chunks, whole_chunks)
+    _set_dense_and_expert_layers(small, layers)
+    small.set("num_layers", layers, "sizes")
+    if small.get("num_layers_per_virtual_pipeline_stage"):
+        layers_of_stage = (layers + counted) // pp
+        layers_of_chunk = max(layers_of_stage // chunks, 1)
+        small.set("num_layers_per_virtual_pipeline_stage", layers_of_chunk, "sizes")
+    if small.get(_CHUNKS):
+        small.set(_CHUNKS, chunks, "sizes")
+
+
+def _chunks(small: _Shrinking, job: World, copy: World) -> int:
+    """Chunks of a stage of the copy: two where the job's stages are interleaved."""
+    if copy.pp == 1:
+        return 1
+    layout = small.get("pipeline_model_parallel_layout")
+    if layout:
+        repeated = re.sub(r"\(([^)]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), layout)
+        chunks_of_job = repeated.count("|") + 1
+        return 2 if chunks_of_job > job.pp else 1
+    if small.get(_CHUNKS):
+        return min(2, int(small.get(_CHUNKS)))
+    return 2 if small.get("num_layers_per_virtual_pipeline_stage") else 1
+
+
+def _uneven_layers(small: _Shrinking, pp: int, chunks: int) -> int:
+    """Set the layers of a first and a last stage that have a number of their own.
+
+    Returns:
+        Layers in all; 0 without such a stage.
+    """
+    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    uneven = [name for name in names if pp > 1 and small.get(name) is not None]
+    if not uneven:
+        return 0
+    has_even_stages = pp > len(uneven)
+    shares = (1, 1 if has_even_stages else 2)  # two stages that are both uneven differ
+    for name, share in zip(uneven, shares, strict=False):
+        small.set(name, share * chunks, "sizes")
+    if has_even_stages:  # the stages between have two layers of each chunk
+        return chunks * (2 * pp - len(uneven))
+    return chunks * 3
+
+
+def _set_dense_and_expert_layers(small: _Shrinking, layers: int) -> None:
+    """Shorten the pattern of layers with experts: dense layers first, if there are some."""
     frequency = small.get("moe_layer_freq")
-    if isinstance(frequency, list):  # dense layers first, if there are some
-        dense = int(0 in frequency)
+    if isinstance(frequency, list):
+        dense = 1 if 0 in frequency else 0
         small.set("moe_layer_freq", [0] * dense + [1] * (layers - dense), "sizes")
     elif isinstance(frequency, int) and frequency > 1:
         small.set("moe_layer_freq", 2, "sizes")
-    small.set("num_layers", layers, "sizes")
-    if by_layers:
-        per_stage = (layers + taken) // pp
-        small.set("num_layers_per_virtual_pipeline_stage", max(per_stage // chunks, 1), "sizes")
-    if small.get(each):
-        small.set(each, chunks, "sizes")
 
 
-def _shorten(small: _Shrinking, name: str, job: World, copy: World, least: int) -> None:
+def _shorten(small: _Shrinking, name: str, job: World, copy: World, least_layers: int) -> None:
     """Shorten a pattern of a hybrid model: each stage has one layer of each kind."""
-    main, *mtp = small.get(name).split("/")
-    kinds, *after = ("".join(dict.fromkeys(one.replace("|", ""))) for one in (main, *mtp[:1]))
-    stages = copy.pp * (2 if main.count("|") + 1 > job.pp > 1 else 1)
-    kinds *= math.ceil(least / len(kinds) / stages)
-    pattern = ("|" * ("|" in main)).join([kinds] * stages)
-    small.set(name, "/".join([pattern, *after]), "sizes")
+    main, *mtp_patterns = small.get(name).split("/")
+    is_cut = "|" in main
+    chunks_of_job = main.count("|") + 1
+    stages = copy.pp
+    if chunks_of_job > job.pp > 1:  # interleaved
+        stages *= 2
+    kinds = _kinds(main)
+    kinds *= math.ceil(least_layers / len(kinds) / stages)
+    pattern = ("|" if is_cut else "").join([kinds] * stages)
+    if mtp_patterns:  # one layer of multi-token prediction is enough
+        pattern += "/" + _kinds(mtp_patterns[0])
+    small.set(name, pattern, "sizes")
     if small.get("num_layers") is not None:
         small.set("num_layers", len(kinds) * stages, "sizes")
 
 
+def _kinds(pattern: str) -> str:
+    """Each kind of layer of a pattern once, in their order."""
+    return "".join(dict.fromkeys(pattern.replace("|", "")))
+
+
 def _resize(small: _Shrinking, job: World, copy: World) -> None:
     """Narrow the model and its samples."""
-    for name, most in _AT_MOST.items():
-        if (value := small.get(name)) is not None and value > most:
-            small.set(name, most, "sizes")
+    for name, largest in _AT_MOST.items():
+        value = small.get(name)
+        if value is not None and value > largest:
+            small.set(name, largest, "sizes")
     groups = max(2, copy.tp * copy.cp)  # ranks exchange heads for parts of sequences
     sizes: Off = {
         "hidden_size": HIDDEN,
@@ -478,33 +552,43 @@ def _resize(small: _Shrinking, job: World, copy: World) -> None:
 
 def parts_of(args: object, copy: World) -> list[str]:
     """Which ``PARTS`` a copy's arguments have, and its dimensions above 1."""
-    found = [
-        name
-        for name, off in PARTS.items()
-        if any(
-            getattr(args, key, value) not in (value, None)
-            for key, value in list(off.items())[: 3 if name == "interleaving" else 1]
-        )
-    ]
-    return found + [name for name in ("cp", "ep", "tp", "pp", "dp") if getattr(copy, name) > 1]
+    parts = [name for name, off in PARTS.items() if _has_part(args, name, off)]
+    dimensions = [name for name in ("cp", "ep", "tp", "pp", "dp") if getattr(copy, name) > 1]
+    return parts + dimensions
 
 
-def lay_out(args: object, here: World, left_out: Iterable[str]) -> None:
+def _has_part(args: object, name: str, off: Off) -> bool:
+    """Whether an argument that makes the part is not as it is without."""
+    telling = 3 if name == "interleaving" else 1  # the rest are arguments of parts that need it
+    for argument, value in list(off.items())[:telling]:
+        if getattr(args, argument, value) not in (value, None):
+            return True
+    return False
+
+
+def lay_out(args: object, world: World, left_out: Iterable[str]) -> None:
     """Leave out of a copy's arguments what is asked for and what cannot be without a dimension.
 
     Args:
         args: of the copy; they are changed.
-        here: the copy's world, a part of it, or one rank.
+        world: the copy's, a part of it, or one rank.
         left_out: of ``PARTS``.
     """
+    parts_off = set(left_out)
+    if world.tp == 1:
+        parts_off.add("--sequence-parallel")
+    if world.pp == 1:
+        parts_off |= {"interleaving", "--defer-embedding-wgrad-compute"}
     off = dict[str, object]()
-    asked = {*left_out, *(["--sequence-parallel"] if here.tp == 1 else [])}
-    asked |= {"interleaving", "--defer-embedding-wgrad-compute"} if here.pp == 1 else set()
     for name in PARTS:
-        off |= PARTS[name] if name in asked else {}
-    off |= _OF_PIPELINES if here.pp == 1 else {}
-    off |= _OF_CONTEXTS if here.cp == 1 else {}
-    if "interleaving" in asked and (pattern := getattr(args, "hybrid_layer_pattern", None)):
+        if name in parts_off:
+            off |= PARTS[name]
+    if world.pp == 1:
+        off |= _OF_PIPELINES
+    if world.cp == 1:
+        off |= _OF_CONTEXTS
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if "interleaving" in parts_off and pattern:
         off["hybrid_layer_pattern"] = pattern.replace("|", "")
     for name, value in off.items():
         if hasattr(args, name):

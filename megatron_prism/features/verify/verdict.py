@@ -151,18 +151,18 @@ def verify(
         server = stack.enter_context(Server(line.python))
 
         def kept(name: str, run: SmallRun, by: Server = server, title: str = "the copy") -> Kept:
-            say(f"{name}: {counted(run.here.size, 'rank')}")
+            say(f"{name}: {counted(run.world.size, 'rank')}")
             place = by.run(replace(run, folder=folder / name.replace(" ", "-")))
-            return Kept(place, run.here, title)
+            return Kept(place, run.world, title)
 
         try:
             if against is None:
                 alone = shrink.one_rank(copy)
-                second, by = replace(job, here=alone, left_out=tuple(shrink.PARTS)), server
+                second, by = replace(job, world=alone, left_out=tuple(shrink.PARTS)), server
                 title = "one rank alone"
             else:
                 its, words = _copy(against), against.words
-                second = replace(job, words=words, job=against.world, copy=its, here=its)
+                second = replace(job, words=words, job=against.world, copy=its, world=its)
                 by = stack.enter_context(Server(against.python))
                 title = "the other job"
             name = "copy"
@@ -261,7 +261,7 @@ def _resume(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
     """
     alone = [part for part in shrink.PARTS if part != "--use-distributed-optimizer"]
     few = replace(shrink.one_rank(job.copy), size=job.copy.ep, ep=job.copy.ep)
-    elsewhere = replace(job, here=few, left_out=alone, saves=True)
+    elsewhere = replace(job, world=few, left_out=alone, saves=True)
     runs = [("copy", job), ("resumed elsewhere", elsewhere), ("resumed by the copy", job)]
     for at, ((before, _), (name, run)) in enumerate(itertools.pairwise(runs), 1):
         folder = str(job.folder / before.replace(" ", "-"))
@@ -286,10 +286,12 @@ def _bisect(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
     assert verdict.difference is not None
     iterations = max(1, verdict.difference.iteration)
     for part in verdict.parts:
-        here = shrink.without(verdict.copy, part)
-        if part not in shrink.PARTS and here is None:
+        smaller_world = shrink.without(verdict.copy, part)
+        if part not in shrink.PARTS and smaller_world is None:
             continue
-        run = replace(job, left_out=(part,), iterations=iterations, here=here or job.here)
+        run = replace(
+            job, left_out=(part,), iterations=iterations, world=smaller_world or job.world
+        )
         verdict.tried.append(part)
         try:
             first = compare(f"without {part.lstrip('-')}", run).first()

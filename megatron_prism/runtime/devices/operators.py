@@ -61,6 +61,11 @@ class _Dimension:
     size: int
     stride: int  # elements
 
+    @property
+    def reach(self) -> int:
+        """Elements from its first to its last."""
+        return (self.size - 1) * self.stride
+
 
 def _power_of_two(number: int) -> int:
     """The largest power of two that is not above ``number``; at least 1."""
@@ -102,13 +107,14 @@ def _dimensions(x: torch.Tensor, dims: Sequence[int]) -> tuple[list[_Dimension],
 
 
 def _halve_until_addressable(dimensions: list[_Dimension], itemsize: int) -> None:
-    """Split what 32 bit offsets do not reach: one part is reduced after the other."""
-    while True:
-        last_offset = sum((d.size - 1) * d.stride for d in dimensions)
-        if last_offset * itemsize <= _LARGEST_SPAN:
-            return
-        largest = max(dimensions, key=lambda dimension: dimension.size * dimension.stride)
-        largest.size = _ceil(largest.size, 2)
+    """Split what 32 bit offsets do not reach: one part is reduced after the other.
+
+    Source: TensorIteratorBase::get_dim_to_split, TensorIterator.cpp: the dimension that reaches
+    furthest is split, and one of a single element reaches nowhere whatever its stride.
+    """
+    while sum(dimension.reach for dimension in dimensions) * itemsize > _LARGEST_SPAN:
+        furthest = max(dimensions, key=lambda dimension: dimension.reach)
+        furthest.size = _ceil(furthest.size, 2)
 
 
 def _is_along_rows(reduced: list[_Dimension], staying: list[_Dimension]) -> bool:

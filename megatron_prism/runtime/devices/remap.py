@@ -47,40 +47,20 @@ _READS: dict[object, str] = {
 # but not here, where states of the CPU's generator are compared (:264 @0.16.1)
 _OF_HOST = "core/tensor_parallel/random.py"
 # what looks at a tensor: it takes no device, and gives none; three of four calls
+_ATTRIBUTES = (
+    "shape dtype device requires_grad is_meta is_leaf is_sparse layout grad_fn output_nr ndim "
+    "itemsize nbytes"
+)
+_METHODS = (
+    "size dim numel stride storage_offset untyped_storage is_contiguous element_size "
+    "is_floating_point"
+)
 _LOOKS = frozenset(
-    [
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "requires_grad",
-            "is_meta",
-            "is_leaf",
-            "is_sparse",
-            "layout",
-            "grad_fn",
-            "output_nr",
-            "ndim",
-            "itemsize",
-            "nbytes",
-        )
-    ]
-    + [
-        getattr(torch.Tensor, name)
-        for name in (
-            "size",
-            "dim",
-            "numel",
-            "stride",
-            "storage_offset",
-            "untyped_storage",
-            "is_contiguous",
-            "element_size",
-            "is_floating_point",
-        )
-    ]
-    + [torch._C._set_grad_enabled]
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+        torch._C._set_grad_enabled,
+    )
 )
 # torch.cuda.FloatTensor, …, which its stubs do not declare; by torch's names of dtypes, since
 # ``prism verify --precise`` has another behind float32
@@ -114,9 +94,24 @@ def _value_or(tensor: torch.Tensor, otherwise: float) -> float:
 
 
 def _number(tensor: torch.Tensor) -> float | int | bool:
+    """The number in a tensor of one element; a stand-in of its type where it is not known."""
     if tensor.dtype == torch.bool:
         return _value_or(tensor, known_values.asserted(tensor))
-    return _value_or(tensor, _UNKNOWN if tensor.is_floating_point() else _COUNT)
+    if tensor.is_floating_point():
+        return _value_or(tensor, _UNKNOWN)
+    return _value_or(tensor, _COUNT)
+
+
+def _float(tensor: torch.Tensor) -> float:
+    return float(_value_or(tensor, PLACEHOLDER))
+
+
+def _int(tensor: torch.Tensor) -> int:
+    return int(_value_or(tensor, PLACEHOLDER))
+
+
+def _bool(tensor: torch.Tensor) -> bool:
+    return bool(_value_or(tensor, known_values.asserted(tensor)))
 
 
 def _list(tensor: torch.Tensor) -> object:
@@ -141,10 +136,10 @@ def address(tensor: torch.Tensor) -> int:
     references, whose storage says where they are.
     """
     storage: Any = tensor.untyped_storage()
-    at = int(tensor.storage_offset()) * tensor.element_size()
+    offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
     if not hasattr(storage, "address"):  # far above all offsets, and an int64 in any table
         storage.address = next(_storages) << 40
-    return int(storage.address) + at
+    return int(storage.address) + offset_bytes
 
 
 class Remap(TorchFunctionMode):
@@ -175,7 +170,7 @@ class Remap(TorchFunctionMode):
                     cuda.host_waits("copy")
                 kwargs = {**kwargs, "device": self.target}
             if "pin_memory" in kwargs:
-                # who says that, or that it is not wanted, keeps copies of the device's tensors
+                # a call that names pinning, wanted or not, makes copies of the device's tensors
                 if self.meta and func in _PINNED and self._on_cpu(args, kwargs):
                     return self._host_copy(func, args, kwargs)
                 kwargs = {**kwargs, "pin_memory": False}
@@ -196,21 +191,26 @@ class Remap(TorchFunctionMode):
 
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         reads = func in _READS and self._of_device(func, args, kwargs)
+        # the frame that called torch, two above: this function and __torch_function__
         if reads and not sys._getframe(2).f_code.co_filename.endswith(_OF_HOST):
             cuda.host_waits(_READS[func])
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)
-        of_shapes = args[0].is_meta and _OF_SHAPES.get(func)
-        return of_shapes(*args) if of_shapes else func(*args, **kwargs)
+        answer_of_shapes = _OF_SHAPES.get(func)
+        if answer_of_shapes is not None and args[0].is_meta:
+            return answer_of_shapes(*args)
+        return func(*args, **kwargs)
 
     def _on_cpu(self, args: Sequence[object], kwargs: Mapping[str, Any]) -> bool:
         """Whether what these arguments make is on the host."""
         device = kwargs.get("device")
         if device is not None:
             return torch.device(device).type == "cpu"
-        likes = [argument for argument in args[:1] if isinstance(argument, torch.Tensor)]
-        return bool(kwargs["pin_memory"]) or not any(like.is_meta for like in likes)
+        if kwargs["pin_memory"]:
+            return True
+        like = args[0] if args else None  # of empty_like; else a shape
+        return not (isinstance(like, torch.Tensor) and like.is_meta)
 
     def _host_copy(
         self, func: Callable[..., torch.Tensor], args: Sequence[object], kwargs: dict[str, object]
@@ -233,8 +233,9 @@ class Remap(TorchFunctionMode):
         return copy
 
     def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
         blocks = not kwargs.get("non_blocking", len(args) > 2 and args[2])
-        return self._moved(args[0], _TO(args[0], self.target), blocks)
+        return self._moved(tensor, _TO(tensor, self.target), blocks)
 
     def _moved(self, before: torch.Tensor, after: torch.Tensor, blocks: bool) -> torch.Tensor:
         """``after`` on the device; a copy from the host ``blocks`` it until the stream is idle."""
@@ -245,13 +246,13 @@ class Remap(TorchFunctionMode):
         return after
 
     def _to(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
         if len(args) > 1 and not isinstance(args[1], torch.dtype) and self._is_cuda(args[1]):
-            args = (args[0], self.target, *args[2:])
-        if self.meta and args[0].is_meta and kwargs.get("device", _second(args)) is not None:
+            args = (tensor, self.target, *args[2:])
+        names_device = kwargs.get("device", _device_in(args)) is not None
+        if self.meta and tensor.is_meta and names_device:
             return self._from_meta(args, kwargs)
-        flags = [a for a in args[2:] if isinstance(a, bool)]  # non_blocking, copy
-        blocks = not kwargs.get("non_blocking", flags[:1] == [True])
-        return self._moved(args[0], func(*args, **kwargs), blocks)
+        return self._moved(tensor, func(*args, **kwargs), _blocks(args, kwargs))
 
     def _data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``param.data = device tensor`` of a parameter built on the host; meta wants another."""
@@ -263,16 +264,18 @@ class Remap(TorchFunctionMode):
 
     def _from_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A copy to the host has what is known, or zeros of the right shape and dtype."""
-        device = kwargs.get("device", _second(args))
-        if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
-            rest = [a for a in args[2:] if isinstance(a, torch.dtype)]
-            dtype = kwargs.get("dtype") or (rest[0] if rest else args[0].dtype)
-            copy = _on_host(args[0], self.host).to(dtype)
-            flags = [word for word in args[2:] if isinstance(word, bool)]
-            blocks = not kwargs.get("non_blocking", flags[:1] == [True])
-            cuda.copied(copy, args[0], blocks)
-            return copy
-        return _TO(*args, **kwargs)
+        device = kwargs.get("device", _device_in(args))
+        to_host = isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu"
+        if not to_host:
+            return _TO(*args, **kwargs)
+        tensor = args[0]
+        dtypes = [argument for argument in args[2:] if isinstance(argument, torch.dtype)]
+        dtype = kwargs.get("dtype")
+        if not dtype:
+            dtype = dtypes[0] if dtypes else tensor.dtype
+        copy = _on_host(tensor, self.host).to(dtype)
+        cuda.copied(copy, tensor, _blocks(args, kwargs))
+        return copy
 
     def _device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``torch.device(0)``: a number is the accelerator's, which torch 2.13 asks for at once."""
@@ -281,15 +284,20 @@ class Remap(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _type(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
-            name = _NAMES.get(args[0].dtype) or func(torch.empty(0, dtype=args[0].dtype))
+        tensor = args[0]
+        if len(args) == 1 and not kwargs:  # a question
+            name = _NAMES.get(tensor.dtype) or func(torch.empty(0, dtype=tensor.dtype))
             return name.replace("torch.", "torch.cuda.", 1)
         wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
-        if wanted in _LEGACY:
-            return _TO(args[0], _LEGACY[wanted])
         if isinstance(wanted, str) and wanted.startswith("torch.cuda."):
-            return _TO(args[0], _LEGACY[getattr(torch.cuda, wanted.rpartition(".")[2])])
+            wanted = getattr(torch.cuda, wanted.rpartition(".")[2])
+        if wanted in _LEGACY:
+            return _TO(tensor, _LEGACY[wanted])
         return func(*args, **kwargs)
+
+    def _pin_memory(self, func: object, args: Sequence[torch.Tensor], kwargs: object) -> object:
+        """The host's tensor as it is: nothing is pinned without a device."""
+        return args[0]
 
     def _of_device(self, func: object, args: Sequence[torch.Tensor], kwargs: object) -> bool:
         return args[0].device.type == self.target.type
@@ -302,30 +310,42 @@ class Remap(TorchFunctionMode):
 
     def _tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``torch.tensor([…])`` of meta scalars would read them."""
-        leaf = data = args[0] if args else kwargs.get("data")
-        shape: list[int] = []
+        data = args[0] if args else kwargs.get("data")
+        leaf = data
+        shape = list[int]()
         while isinstance(leaf, (list, tuple)) and leaf:
-            shape, leaf = [*shape, len(leaf)], leaf[0]
+            shape.append(len(leaf))
+            leaf = leaf[0]
         if self.meta and isinstance(leaf, torch.Tensor) and leaf.is_meta:
             dtype = kwargs.get("dtype") or leaf.dtype
             return torch.empty((*shape, *leaf.shape), dtype=dtype, device="meta")
-        made = func(*args, **kwargs)
-        known_values.learn(made, data)
-        return made
+        tensor = func(*args, **kwargs)
+        known_values.learn(tensor, data)
+        return tensor
 
     def _copy_(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
-        if args[1].is_meta and not args[0].is_meta:
+        target, source = args[:2]
+        if source.is_meta and not target.is_meta:
             blocks = not kwargs.get("non_blocking", args[2:] == (True,))
-            cuda.copied(args[0], args[1], blocks)
-            return args[0]
-        if args[0].is_meta and not args[1].is_meta and not kwargs.get("non_blocking", args[2:]):
+            cuda.copied(target, source, blocks)
+            return target
+        if target.is_meta and not source.is_meta and not kwargs.get("non_blocking", args[2:]):
             cuda.host_waits("copy")
         return func(*args, **kwargs)
 
 
-def _second(args: Sequence[Any]) -> Any:
-    return args[1] if len(args) > 1 and isinstance(args[1], (str, torch.device)) else None
+def _device_in(args: Sequence[Any]) -> Any:
+    """The device that ``Tensor.to`` is given without its name, or None."""
+    if len(args) > 1 and isinstance(args[1], (str, torch.device)):
+        return args[1]
+    return None
+
+
+def _blocks(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``Tensor.to`` waits for the copy: ``non_blocking`` is its first flag, then copy."""
+    flags = [argument for argument in args[2:] if isinstance(argument, bool)]
+    return not kwargs.get("non_blocking", flags[:1] == [True])
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -333,11 +353,11 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
     Megatron marks parameters (sequence-parallel, an expert's), and ties weights by sharing them.
     """
-    written, parameter = dict(vars(tensor)), isinstance(tensor, torch.nn.Parameter)
-    if parameter and not isinstance(value, torch.nn.Parameter):
+    marks = dict(vars(tensor))
+    if isinstance(tensor, torch.nn.Parameter) and not isinstance(value, torch.nn.Parameter):
         value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, value)
-    vars(tensor).update(written)
+    vars(tensor).update(marks)
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -348,7 +368,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TYPE: Remap._type,
     torch.Tensor.cpu: Remap._cpu,
     torch.device: Remap._device,
-    torch.Tensor.pin_memory: lambda remap, func, args, _: args[0],
+    torch.Tensor.pin_memory: Remap._pin_memory,
     **dict.fromkeys(_EQUALS, Remap._equal),
     torch.tensor: Remap._tensor,
     torch.Tensor.copy_: Remap._copy_,
@@ -356,11 +376,10 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 # what reads values answers this of shapes
 _OF_SHAPES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.item: _number,
-    torch.Tensor.__float__: lambda t: float(_value_or(t, PLACEHOLDER)),
-    **dict.fromkeys(
-        (torch.Tensor.__int__, torch.Tensor.__index__), lambda t: int(_value_or(t, PLACEHOLDER))
-    ),
-    torch.Tensor.__bool__: lambda t: bool(_value_or(t, known_values.asserted(t))),
+    torch.Tensor.__float__: _float,
+    torch.Tensor.__int__: _int,
+    torch.Tensor.__index__: _int,
+    torch.Tensor.__bool__: _bool,
     torch.Tensor.tolist: _list,
     torch.Tensor.data_ptr: address,
 }
