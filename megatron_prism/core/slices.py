@@ -63,11 +63,11 @@ _DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorde
 
 def of_ranks(source: Mapping[str, str]) -> dict[str, dict[int, str]]:
     """Key of a source -> rank -> what it says of the rank's own host or GPU."""
-    return {
-        key: {int(rank): text for rank, text in _OF_RANK.findall(source[key])}
-        for key in OF_RANKS
-        if key in source
-    }
+    texts = dict[str, dict[int, str]]()
+    for key in OF_RANKS:
+        if key in source:
+            texts[key] = {int(rank): text for rank, text in _OF_RANK.findall(source[key])}
+    return texts
 
 
 def renumbered(source: Mapping[str, str], ranks: Mapping[int, int]) -> dict[str, str]:
@@ -80,10 +80,10 @@ def renumbered(source: Mapping[str, str], ranks: Mapping[int, int]) -> dict[str,
     """
     new = dict(source)
     for key, texts in of_ranks(source).items():
-        kept = {ranks[rank]: text for rank, text in texts.items() if rank in ranks}
+        new_texts = {ranks[rank]: text for rank, text in texts.items() if rank in ranks}
         del new[key]
-        if kept:
-            new[key] = " ".join(f"{rank}={text}" for rank, text in sorted(kept.items()))
+        if new_texts:
+            new[key] = " ".join(f"{rank}={text}" for rank, text in sorted(new_texts.items()))
     return new
 
 
@@ -105,7 +105,10 @@ class SliceStore:
     def __init__(
         self, folder: Path, world: World, source: Mapping[str, str], *, parsed: bool = True
     ) -> None:
-        self.folder, self.world, self.source, self.parsed = folder, world, dict(source), parsed
+        self.folder = folder
+        self.world = world
+        self.source = dict(source)
+        self.parsed = parsed
 
     def path(self, rank: int) -> Path:
         """Where the slice of ``rank`` is or will be."""
@@ -146,40 +149,51 @@ class SliceStore:
 
     def ranks(self) -> list[int]:
         """The ranks whose slices are there, ascending."""
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
 
-    def check(self, found: Programs | Origin, path: Path) -> None:
-        """UsageError unless ``found`` is of this job."""
-        if differ := self.differences(found):
-            fix = "--force drops the old slices, -o DIR puts the new ones elsewhere"
-            raise UsageError(f"{path} is a slice of another job: {'; '.join(differ)}", fix=fix)
+    def check(self, programs: Programs | Origin, path: Path) -> None:
+        """UsageError unless ``programs`` are of this job."""
+        differences = self.differences(programs)
+        if differences:
+            raise UsageError(
+                f"{path} is a slice of another job: {'; '.join(differences)}",
+                fix="--force drops the old slices, -o DIR puts the new ones elsewhere",
+            )
 
-    def differences(self, found: Programs | Origin) -> list[str]:
-        """In which words ``found`` is of another job than this one."""
-        there, differ = {**_DEFAULTS, **found.source}, list[str]()
-        here = {**_DEFAULTS, **self.source} if self.source else {}  # empty: others compare it
-        for key, value in here.items():
+    def differences(self, programs: Programs | Origin) -> list[str]:
+        """In which words ``programs`` are of another job than this one."""
+        differences = list[str]()
+        if not self._has_same_world(programs.world):
+            differences.append(f"a world of {programs.world}, not {self.world}")
+        if not self.source:  # nothing is known of the job yet: its ranks compare themselves
+            return differences
+        their_source = {**_DEFAULTS, **programs.source}
+        for key, value in {**_DEFAULTS, **self.source}.items():
             if key in (*OF_RANKS, WHAT_IF):
                 continue
+            their_value = their_source.get(key)
             if key in job_settings.KEYS:
-                differ += job_settings.differences(key, there.get(key), value)
-            elif there.get(key) != value:
-                differ.append(f"{key} {there.get(key, 'unknown')}, not {value}")
-        alike = found.world == self.world
-        if not self.parsed:  # a world of no sizes may get them from the job's own code
-            bare, size = self.world.same_places(World(self.world.size)), self.world.size
-            alike = found.world.size == size if bare else found.world.same_places(self.world)
-        if not alike:
-            differ.insert(0, f"a world of {found.world}, not {self.world}")
-        return differ
+                differences += job_settings.differences(key, their_value, value)
+            elif their_value != value:
+                differences.append(f"{key} {their_source.get(key, 'unknown')}, not {value}")
+        return differences
+
+    def _has_same_world(self, world: World) -> bool:
+        """Whether ``world`` is this job's, as far as that is known."""
+        if self.parsed:
+            return world == self.world
+        is_bare = self.world.same_places(World(self.world.size))
+        if is_bare:  # a world of no sizes may get them from the job's own code
+            return world.size == self.world.size
+        return world.same_places(self.world)
 
     def put(self, program: Program, groups: Groups | None = None) -> None:
         """Keep a finished slice, and the groups that do not follow from the sizes of the world."""
-        everyone = np.zeros(self.world.size, dtype=np.int32)
-        one = Programs(self.world, (program,), everyone, groups or {}, self.source)
+        stand_ins = np.zeros(self.world.size, dtype=np.int32)  # the one program, for all ranks
+        programs = Programs(self.world, (program,), stand_ins, groups or {}, self.source)
         (self.folder / WORLD).unlink(missing_ok=True)  # it was made without this slice
-        save(one, self.path(program.rank), force=True)
+        save(programs, self.path(program.rank), force=True)
 
 
 def _ours(path: Path) -> bool:
@@ -221,57 +235,84 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     slices = [load(path) for path in paths]
     first = slices[0]
     store = SliceStore(Path(folder), first.world, first.source)
-    for one, path in zip(slices[1:], paths[1:], strict=True):
-        store.check(one, path)
-    captured = [one.programs[0] for one in slices]
+    for programs, path in zip(slices[1:], paths[1:], strict=True):
+        store.check(programs, path)
+    captured = [programs.programs[0] for programs in slices]
     for program, path in zip(captured, paths, strict=True):
         if store.path(program.rank).name != path.name:
-            what = f"{path} holds the slice of rank {program.rank}"
-            raise ProgramError(what, fix=f"delete or rename {path}")
-    of = stand_in_for(first.world, [program.rank for program in captured], partial=partial)
+            raise ProgramError(
+                f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
+            )
+    stand_ins = stand_in_for(first.world, [program.rank for program in captured], partial=partial)
     if not partial:
-        _check_rings(first.world, captured, of)
-    groups: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for one, path in zip(slices, paths, strict=True):
-        for name, members in one.groups.items():
-            if groups.setdefault(name, members) != members:
-                what = f"{path} has other groups {name} than the slices before it"
-                raise ProgramError(what, fix="delete it, and capture it again as the others")
+        _check_rings(first.world, captured, stand_ins)
+    groups = _joined_groups(slices, paths)
     if not partial:
-        _check_gathers(first.world, captured, of, groups)
-    source = {key: text for one in slices for key, text in one.source.items()}
-    for key in OF_RANKS:
-        if each := [one.source[key] for one in slices if key in one.source]:
-            source[key] = " ".join(each)
+        _check_gathers(first.world, captured, stand_ins, groups)
+    source = _joined_source(slices)
+    # slices that differ in their shards of parameters alone: one stands for all
+    representative = _alike(first.world, captured)
+    text = _said(captured, representative)
+    if text:
+        source["alike"] = text
+        indices = sorted(set(representative))
+        new_index = np.searchsorted(indices, np.array(representative))
+        stand_ins = np.where(stand_ins < 0, stand_ins, new_index[stand_ins]).astype(np.int32)
+        captured = [captured[index] for index in indices]
     where = os.fspath(folder)
-    one_of = _alike(first.world, captured)
-    if said := _said(captured, one_of):
-        source["alike"] = said
-        kept = sorted(set(one_of))
-        of = np.where(of < 0, of, np.searchsorted(kept, np.array(one_of))[of]).astype(np.int32)
-        captured = [captured[index] for index in kept]
-    return Programs(first.world, tuple(captured), of, groups, source, where, partial)
+    return Programs(first.world, tuple(captured), stand_ins, groups, source, where, partial)
+
+
+def _joined_groups(
+    slices: Sequence[Programs], paths: Sequence[Path]
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups of all slices; ProgramError where two differ in those of a name."""
+    groups = dict[str, tuple[tuple[int, ...], ...]]()
+    for programs, path in zip(slices, paths, strict=True):
+        for name, members in programs.groups.items():
+            if groups.setdefault(name, members) != members:
+                raise ProgramError(
+                    f"{path} has other groups {name} than the slices before it",
+                    fix="delete it, and capture it again as the others",
+                )
+    return groups
+
+
+def _joined_source(slices: Sequence[Programs]) -> dict[str, str]:
+    """What the slices say of their job; of ``OF_RANKS`` each slice has its own rank's."""
+    source = dict[str, str]()
+    for programs in slices:
+        source |= programs.source
+    for key in OF_RANKS:
+        texts = [programs.source[key] for programs in slices if key in programs.source]
+        if texts:
+            source[key] = " ".join(texts)
+    return source
 
 
 def _alike(world: World, captured: Sequence[Program]) -> list[int]:
     """For each program the one that stands for it: of those of a stage that are alike but for their
     shards, the one with the longest step.
     """
-    strings = list(dict.fromkeys(text for program in captured for text in program.strings))
-    splits = list(dict.fromkeys(split for program in captured for split in program.splits))
-    kinds: dict[tuple[int, bytes], list[int]] = {}
+    # numbers of texts and splits, the same in all programs: their bytes can be compared then
+    strings = dict[str, None]()
+    splits = dict[tuple[tuple[int, ...], tuple[int, ...]], None]()
+    for program in captured:
+        strings |= dict.fromkeys(program.strings)
+        splits |= dict.fromkeys(program.splits)
+    kinds = defaultdict[tuple[int, bytes], list[int]](list)
     for index, program in enumerate(captured):
-        kind = -1 - index, b""
+        kind = -1 - index, b""  # like no other
         if len(captured) > 1 and shard.is_sharded(program):
-            same = shard.without_shard(program).columns(strings, splits)
-            kind = world.coordinates(program.rank).pp, same
-        kinds.setdefault(kind, []).append(index)
-    found = list(range(len(captured)))
-    for alike in kinds.values():
-        longest = max(alike, key=lambda index: (*_work(captured[index]), -index))
-        for index in alike:
-            found[index] = longest
-    return found
+            columns = shard.without_shard(program).columns(list(strings), list(splits))
+            kind = world.coordinates(program.rank).pp, columns
+        kinds[kind].append(index)
+    representative = list(range(len(captured)))
+    for indices in kinds.values():
+        longest = max(indices, key=lambda index: (*_work(captured[index]), -index))
+        for index in indices:
+            representative[index] = longest
+    return representative
 
 
 def _work(program: Program) -> tuple[int, int]:
@@ -280,12 +321,16 @@ def _work(program: Program) -> tuple[int, int]:
     return int(step["traffic"].sum()), int(step["kernels"].sum())
 
 
-def _said(captured: Sequence[Program], one_of: Sequence[int]) -> str:
-    """``rank 2 for 7``: who stands for whom."""
-    others = defaultdict[int, list[int]](list)
-    for program, one in zip(captured, one_of, strict=True):
-        others[captured[one].rank] += [program.rank] * (program is not captured[one])
-    return ", ".join(f"rank {k} for {format_ranks(v)}" for k, v in others.items() if v)
+def _said(captured: Sequence[Program], representative: Sequence[int]) -> str:
+    """``rank 2 for 7``: which rank stands for which others."""
+    represented = defaultdict[int, list[int]](list)
+    for program, index in zip(captured, representative, strict=True):
+        ranks = represented[captured[index].rank]
+        if program is not captured[index]:
+            ranks.append(program.rank)
+    return ", ".join(
+        f"rank {rank} for {format_ranks(ranks)}" for rank, ranks in represented.items() if ranks
+    )
 
 
 def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:
@@ -295,20 +340,26 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
     """
     if world.cp == 1:
         return
-    ranks, places = np.arange(world.size), _places(world)
-    missing: set[int] = set()
+    ranks = np.arange(world.size)
+    places = _places(world)
+    missing = set[int]()
     for index, program in enumerate(captured):
         if "default_pg" not in program.strings:
             continue
-        ops, alike = program.ops, (places[axis] for axis in ("tp", "dp", "pp"))
-        ring = np.logical_and.reduce([place == place[program.rank] for place in alike])
-        pairs = IS_PAIR[ops["name"]] & (ops["group"] == program.strings.index("default_pg"))
-        if ring[(program.rank + np.unique(ops["peer"][pairs])) % world.size].any():
-            missing.update(ranks[ring & (of == index) & (ranks != program.rank)].tolist())
+        ops = program.ops
+        in_ring = np.ones(world.size, dtype=bool)  # the ranks of its context-parallel group
+        for axis in ("tp", "dp", "pp"):
+            in_ring &= places[axis] == places[axis][program.rank]
+        group = program.strings.index("default_pg")
+        messages = IS_PAIR[ops["name"]] & (ops["group"] == group)
+        peers = (program.rank + np.unique(ops["peer"][messages])) % world.size
+        if in_ring[peers].any():
+            represented = in_ring & (of == index) & (ranks != program.rank)
+            missing.update(ranks[represented].tolist())
     if missing:
-        why = "messages go around a context-parallel group, and each place makes others"
-        what = f"{why}: ranks {format_ranks(sorted(missing))} have no slice"
-        raise MissingSlicesError(what, _AGAIN, tuple(sorted(missing)), why)
+        reason = "messages go around a context-parallel group, and each place makes others"
+        text = f"{reason}: ranks {format_ranks(sorted(missing))} have no slice"
+        raise MissingSlicesError(text, _AGAIN, tuple(sorted(missing)), reason)
 
 
 def _check_gathers(
@@ -318,59 +369,90 @@ def _check_gathers(
     parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0), so their optimizers
     take other memory and other times.
     """
-    missing, group = set[int](), ""
-    given = [_gathers(program) for program in captured]
-    held = np.isin(np.arange(world.size), [program.rank for program in captured])
-    for program, calls in zip(captured, given, strict=True):
-        known = world.groups(program.rank, megatron=(0, 19))
-        for (name, nth), (_, sizes) in calls.items():
-            lists = (ranks for ranks in groups.get(name, ()) if program.rank in ranks)
-            named = () if name in groups else known.get(name, ())
-            members = np.array(next(lists, named), dtype=np.int64)
-            own = np.array([one.get((name, nth), (-1,))[0] for one in given])
-            if len(sizes) == len(members):
-                differ = members[(own[of[members]] != sizes) & ~held[members]].tolist()
-                missing.update(differ)
-                group = name if differ else group
+    missing = set[int]()
+    group = ""  # of a gather that shows it
+    gathers = [_gathers(program) for program in captured]
+    has_slice = np.isin(np.arange(world.size), [program.rank for program in captured])
+    for program, own_gathers in zip(captured, gathers, strict=True):
+        members_of_group = dict[str, np.ndarray]()
+        for call, (_, sizes) in own_gathers.items():
+            name = call[0]
+            if name not in members_of_group:
+                members_of_group[name] = _members(world, groups, name, program.rank)
+            members = members_of_group[name]
+            if len(sizes) != len(members):
+                continue
+            # what each member's slice gives, against what this slice has got from the member
+            elements = np.array([of_program.get(call, (-1, ()))[0] for of_program in gathers])
+            differs = elements[of[members]] != sizes
+            unlike = members[differs & ~has_slice[members]].tolist()
+            missing.update(unlike)
+            if unlike:
+                group = name
     if missing:
-        ranks = format_ranks(sorted(missing)) if len(missing) <= _SHOWN else f"{min(missing)} …"
-        why = "whole parameters belong to single ranks"
-        what = f"gathers of {group} take more from some ranks than from others ({why}, dist_muon)"
-        what += f": {len(missing)} ranks ({ranks}) differ from those that stand for them"
-        raise MissingSlicesError(what, _AGAIN, tuple(sorted(missing)), why)
+        ranks = f"{min(missing)} …"
+        if len(missing) <= _SHOWN:
+            ranks = format_ranks(sorted(missing))
+        reason = "whole parameters belong to single ranks"
+        text = (
+            f"gathers of {group} take more from some ranks than from others ({reason}, dist_muon): "
+            f"{len(missing)} ranks ({ranks}) differ from those that stand for them"
+        )
+        raise MissingSlicesError(text, _AGAIN, tuple(sorted(missing)), reason)
+
+
+def _members(world: World, groups: Groups, name: str, rank: int) -> np.ndarray:
+    """int64 [members]: the group ``name`` of ``rank``; empty where nobody has said it."""
+    if name not in groups:
+        own_groups = world.groups(rank, megatron=(0, 19))
+        return np.array(own_groups.get(name, ()), dtype=np.int64)
+    for ranks in groups[name]:
+        if rank in ranks:
+            return np.array(ranks, dtype=np.int64)
+    return np.empty(0, dtype=np.int64)
 
 
 def _gathers(program: Program) -> dict[tuple[str, int], tuple[int, tuple[int, ...]]]:
     """(group, how many before it) -> (elements of this rank, of every member) of uneven gathers."""
-    ops, calls = program.ops, dict[tuple[str, int], tuple[int, tuple[int, ...]]]()
-    before: Counter[str] = Counter()
-    for row in ops[(ops["name"] == CODE["all_gather"]) & (ops["splits"] >= 0)]:
-        if SHARED in (name := program.strings[row["group"]]):
-            calls[name, before[name]] = int(row["num_in"]), program.splits[row["splits"]][1]
-            before[name] += 1
-    return calls
+    ops = program.ops
+    is_uneven_gather = (ops["name"] == CODE["all_gather"]) & (ops["splits"] >= 0)
+    gathers = dict[tuple[str, int], tuple[int, tuple[int, ...]]]()
+    gathers_of_group = Counter[str]()
+    for row in ops[is_uneven_gather]:
+        name = program.strings[row["group"]]
+        if SHARED not in name:
+            continue
+        _, elements_of_members = program.splits[row["splits"]]
+        gathers[name, gathers_of_group[name]] = int(row["num_in"]), elements_of_members
+        gathers_of_group[name] += 1
+    return gathers
 
 
 def stand_in_for(world: World, captured: Iterable[int], *, partial: bool = False) -> np.ndarray:
     """int32 [world]: which of the captured ranks (by index) stands for every rank; -1 for those of
     a stage without a slice, if ``partial``, else ProgramError.
     """
-    captured = list(captured)
-    ranks, places = np.arange(world.size), _places(world)
-    best = np.full(world.size, -1, dtype=np.int32)
-    found = np.full(world.size, -1, dtype=np.int32)
+    places = _places(world)
+    stage = places["pp"]
+    most_shared = np.full(world.size, -1, dtype=np.int32)  # coordinates
+    stand_ins = np.full(world.size, -1, dtype=np.int32)
     for index, rank in enumerate(captured):
-        alike = sum((places[axis] == places[axis][rank]).astype(np.int32) for axis in AXES)
-        alike = np.where(places["pp"] == places["pp"][rank], alike, -1)
-        alike[rank] = len(AXES) + 1
-        better = alike > best
-        best[better], found[better] = alike[better], index
-    if (found < 0).any() and not partial:
-        stages = sorted(set(places["pp"][found < 0].tolist()))
-        firsts = tuple(int(ranks[places["pp"] == stage][0]) for stage in stages)
-        what = f"stages {format_ranks(stages)} have no slice (rank {', '.join(map(str, firsts))})"
-        raise MissingSlicesError(what, _AGAIN, firsts, "their stages have no slice")
-    return found
+        shared = np.zeros(world.size, dtype=np.int32)
+        for axis in AXES:
+            shared += places[axis] == places[axis][rank]
+        shared[stage != stage[rank]] = -1
+        shared[rank] = len(AXES) + 1  # a rank stands for itself
+        better = shared > most_shared
+        most_shared[better] = shared[better]
+        stand_ins[better] = index
+    missing = stand_ins < 0
+    if missing.any() and not partial:
+        stages = sorted(set(stage[missing].tolist()))
+        first_ranks = tuple(int(np.flatnonzero(stage == number)[0]) for number in stages)
+        ranks = ", ".join(map(str, first_ranks))
+        text = f"stages {format_ranks(stages)} have no slice (rank {ranks})"
+        raise MissingSlicesError(text, _AGAIN, first_ranks, "their stages have no slice")
+    return stand_ins
 
 
 def _places(world: World) -> dict[str, np.ndarray]:

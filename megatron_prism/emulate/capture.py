@@ -373,23 +373,16 @@ class StockCapture(TrainingListener):
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""
         if self._recorder is not None:
             self._keep()
-        meta = self.tier.name == "meta"  # has no times: once is enough
-        counts = bool(self._recordings)
-        if self.ends is not None and number >= self.ends:  # whoever captures waits no longer
-            counts = bool(self.kept())
-        if wanted > 2 and number >= wanted or meta and counts:
-            if self._recorder is None:
-                return
-            if number < wanted and self._starts_probe():
-                self._recorder.owned_by(model, optimizer)
-                self._recorder.start()
-            else:
-                self._remove()
+        if self._has_enough(number, wanted):
+            if self._recorder is not None:
+                self._probe_or_remove(number < wanted, model, optimizer)
             return
+        is_meta = self.tier.name == "meta"
         # a slice has a job's graphs; what it had before them may be the most that it ever has
-        graphs_from = _first_with_graphs() if meta else 0
+        graphs_from = _first_with_graphs() if is_meta else 0
         first = max(first_recorded(wanted), graphs_from)
-        if self._recorder is None and (meta or number >= first):  # what is kept has its owners
+        # on tier meta what is kept from earlier steps has its owners
+        if self._recorder is None and (is_meta or number >= first):
             self._install()
         if self._recorder is not None and self._owner is not optimizer:
             self._owner = optimizer
@@ -398,8 +391,28 @@ class StockCapture(TrainingListener):
             self._eager = True
             self._recorder.start()
         if number >= first:
-            left = wanted - 1 - number  # where some are evaluated, the last may be
-            self._start(number, left - (2 if self._evaluates else 0), left)
+            iterations_left = wanted - 1 - number
+            untraced = 2 if self._evaluates else 0  # where some are evaluated, the last may be
+            self._start(number, iterations_left - untraced, iterations_left)
+
+    def _has_enough(self, number: int, wanted: int) -> bool:
+        """Whether step ``number`` of ``wanted`` is not to be recorded as an iteration."""
+        if wanted > 2 and number >= wanted:
+            return True
+        if self.tier.name != "meta":
+            return False
+        # shapes have no times: one recording is enough
+        if self.ends is not None and number >= self.ends:  # the command waits no longer
+            return bool(self.kept())
+        return bool(self._recordings)
+
+    def _probe_or_remove(self, may_probe: bool, model: Any, optimizer: Any) -> None:
+        """Record this step as a probe, where one is wanted, or take the recorder out."""
+        if may_probe and self._starts_probe():
+            self._recorder.owned_by(model, optimizer)
+            self._recorder.start()
+        else:
+            self._remove()
 
     def _start(self, number: int, left: int, spare: int) -> None:
         """Record the iteration that begins, or only clock the host in it, or neither; ``left``

@@ -365,8 +365,9 @@ def capture(
             estimator = None
         start = time.perf_counter()
         began_ns = time.time_ns()
-        there = set(store.ranks())
-        if there >= set(ranks) and not job.source:  # of this very job?  its arguments say so
+        captured_before = set(store.ranks())
+        # are all slices there of this very job?  a rank compares its arguments with theirs
+        if captured_before >= set(ranks) and not job.source:
             try:
                 record(ranks[:1])
             except PrismError as error:
@@ -374,33 +375,51 @@ def capture(
                 if not copied or error.exit_code != UsageError.exit_code:
                     raise
                 store.prepare(force=True)
-                there = set()
+                captured_before = set()
         if whole:
             _, results = workers.capture_world(store, ranks, record, console)
         else:
-            results = record([rank for rank in ranks if rank not in there])
+            results = record([rank for rank in ranks if rank not in captured_before])
             with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
                 save(assemble(folder), folder / WORLD, force=True)
         if estimator is not None and estimator.result is not None:
             estimate.keep(folder, estimator.result)
         if whole and not job.source:
-            imported = {path for result in results for path in result["files"]}
-            try:
-                kept_capture.keep(
-                    folder, job.question, imported, all_new=not there, began_ns=began_ns
-                )
-            except OSError as error:  # the slices are whole: only the next question takes longer
-                why = error.strerror or str(error)
-                console.print(f"  {'not kept':<20} what {folder} was captured from: {why}")
-    for one in results:
-        peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
-        console.print(f"rank {one['rank']:,}: {one['said']}{peak}")
-    took = f"in {time.perf_counter() - start:.1f} s"
-    console.print(
-        f"wrote {folder} {took}"
-        if keep
-        else f"captured {took}, for this once; to keep it: prism capture"
-    )
+            _keep_question(job, folder, results, console, not captured_before, began_ns)
+    _print_results(results, console)
+    seconds = time.perf_counter() - start
+    if keep:
+        console.print(f"wrote {folder} in {seconds:.1f} s")
+    else:
+        console.print(f"captured in {seconds:.1f} s, for this once; to keep it: prism capture")
+
+
+def _keep_question(
+    job: Job,
+    folder: Path,
+    results: Sequence[workers.Json],
+    console: Console,
+    all_new: bool,
+    began_ns: int,
+) -> None:
+    """Keep what ``folder`` was captured from beside its slices: the same question is read then."""
+    imported = set[str]()
+    for result in results:
+        imported.update(result["files"])
+    try:
+        kept_capture.keep(folder, job.question, imported, all_new=all_new, began_ns=began_ns)
+    except OSError as error:  # the slices are whole: only the next question takes longer
+        reason = error.strerror or str(error)
+        console.print(f"  {'not kept':<20} what {folder} was captured from: {reason}")
+
+
+def _print_results(results: Sequence[workers.Json], console: Console) -> None:
+    """Print a line for each rank that was captured."""
+    for result in results:
+        line = f"rank {result['rank']:,}: {result['said']}"
+        if result["peak"] is not None:
+            line += f", {format_bytes(result['peak'])} allocated at the peak"
+        console.print(line)
 
 
 def _is_kept(job: Job, folder: Path, ranks: Sequence[int], console: Console) -> bool:

@@ -134,18 +134,9 @@ def _put(args: argparse.Namespace, obstacles: Obstacles, loads_own_layout: bool)
     if missing_data:
         replaced.append(f"mock data for {', '.join(missing_data)}")
 
-    # the tokenizer: only the number of its tokens matters
     guessed_vocabulary = ""
     if {"tokenizer_type", *_TOKENIZER} & missing_names:
-        entries, source = _PLACEHOLDER, "a placeholder"
-        with obstacles.noting():
-            entries, source = _vocabulary(args)
-        one_more = megatron_release().startswith("0.16") and source != "--vocab-size"
-        args.vocab_size = entries - one_more  # its NullTokenizer has one more, the end of a text
-        args.tokenizer_type = "NullTokenizer"
-        replaced.append(f"a NullTokenizer of {entries:,} tokens ({source})")
-        if source.startswith(_GUESSED):
-            guessed_vocabulary = f"{entries:,} tokens, {source}"
+        guessed_vocabulary = _replace_tokenizer(args, obstacles, replaced)
     if args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer"):
         _drop(args, _TOKENIZER)
 
@@ -154,19 +145,8 @@ def _put(args: argparse.Namespace, obstacles: Obstacles, loads_own_layout: bool)
         args.eval_interval = 1000
         replaced.append("--eval-interval 1000, the default until 0.15")
 
-    # checkpoints: none is read, and none is written, in the background neither
     checkpoints = [name for name, _ in missing if name in _CHECKPOINTS]
-    if loads_own_layout and "load" in checkpoints and args.ckpt_format == "torch_dist":
-        checkpoints.remove("load")
-        replaced.append("a checkpoint of the job's own layout for --load")
-    without_checkpoint = bool(checkpoints) and not _leaves_optimizer(args, checkpoints)
-    _drop(args, checkpoints)
-    replaced += [f"new parameters for {_option(name)}" for name in checkpoints]
-    args.exit_on_missing_checkpoint = False
-    if getattr(args, "async_save", None):
-        args.prism_async_save = True
-        args.async_save = args.use_persistent_ckpt_worker = False
-        replaced.append("no writer for --async-save")
+    without_checkpoint = _replace_checkpoints(args, checkpoints, loads_own_layout, replaced)
     if not replaced:
         return StandIns("")
 
@@ -178,6 +158,50 @@ def _put(args: argparse.Namespace, obstacles: Obstacles, loads_own_layout: bool)
     if without_checkpoint:
         text += "; reading the checkpoint takes more, before the first iteration"
     return StandIns(text, guessed_vocabulary, without_checkpoint)
+
+
+def _replace_tokenizer(args: argparse.Namespace, obstacles: Obstacles, replaced: list[str]) -> str:
+    """Set a NullTokenizer: only the number of tokens matters.
+
+    Returns:
+        The number and its source where it is a guess, else empty.
+    """
+    entries, source = _PLACEHOLDER, "a placeholder"
+    with obstacles.noting():
+        entries, source = _vocabulary(args)
+    # the NullTokenizer of 0.16 adds an entry, the end of a text
+    adds_entry = megatron_release().startswith("0.16") and source != "--vocab-size"
+    args.vocab_size = entries - 1 if adds_entry else entries
+    args.tokenizer_type = "NullTokenizer"
+    replaced.append(f"a NullTokenizer of {entries:,} tokens ({source})")
+    if source.startswith(_GUESSED):
+        return f"{entries:,} tokens, {source}"
+    return ""
+
+
+def _replace_checkpoints(
+    args: argparse.Namespace,
+    checkpoints: list[str],
+    loads_own_layout: bool,
+    replaced: list[str],
+) -> bool:
+    """Settle that no checkpoint is read, and none is written, in the background neither.
+
+    Returns:
+        Whether the real job reads optimizer states that are missing here.
+    """
+    if loads_own_layout and "load" in checkpoints and args.ckpt_format == "torch_dist":
+        checkpoints.remove("load")
+        replaced.append("a checkpoint of the job's own layout for --load")
+    without_checkpoint = bool(checkpoints) and not _leaves_optimizer(args, checkpoints)
+    _drop(args, checkpoints)
+    replaced += [f"new parameters for {_option(name)}" for name in checkpoints]
+    args.exit_on_missing_checkpoint = False
+    if getattr(args, "async_save", None):
+        args.prism_async_save = True
+        args.async_save = args.use_persistent_ckpt_worker = False
+        replaced.append("no writer for --async-save")
+    return without_checkpoint
 
 
 def _leaves_optimizer(args: argparse.Namespace, checkpoints: Sequence[str]) -> bool:
@@ -306,20 +330,29 @@ def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
             if missing_file:
                 yield name, missing_file
     kind = args.tokenizer_type or ""
-    if kind and not kind.startswith("Null"):
-        if kind in _HUB:
-            name = args.tokenizer_model or ""
-            if not _in_cache(name) or importlib.util.find_spec("transformers") is None:
-                yield "tokenizer_model" if name else "tokenizer_type", name or kind
-        else:
-            files = {name: str(getattr(args, name, None) or "") for name in _TOKENIZER}
-            yield from ((name, file) for name, file in files.items() if file and not _is_here(file))
-            if not any(files.values()):
-                yield "tokenizer_type", kind
+    if kind in _HUB:
+        model = args.tokenizer_model or ""
+        if not _in_cache(model) or importlib.util.find_spec("transformers") is None:
+            yield ("tokenizer_model", model) if model else ("tokenizer_type", kind)
+    elif kind and not kind.startswith("Null"):
+        yield from _missing_tokenizer_files(args, kind)
     for name in _CHECKPOINTS:
         value = getattr(args, name, None)
         if value and not _is_here(value):
             yield name, value
+
+
+def _missing_tokenizer_files(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, str]]:
+    """(argument, its value) of files of a tokenizer of ``kind`` that are not here."""
+    has_files = False
+    for name in _TOKENIZER:
+        file = str(getattr(args, name, None) or "")
+        if file:
+            has_files = True
+            if not _is_here(file):
+                yield name, file
+    if not has_files:
+        yield "tokenizer_type", kind
 
 
 def _missing_data(value: str | Sequence[str] | None) -> str:

@@ -63,9 +63,11 @@ class Unknown(float):
 def _computes(name: str) -> Callable[..., object]:
     original = getattr(float, name)
 
-    def method(self: Unknown, *others: object) -> object:
-        found = original(self, *others)
-        return Unknown(found) if isinstance(found, float) else found
+    def method(self: Unknown, *operands: object) -> object:
+        result = original(self, *operands)
+        if isinstance(result, float):
+            return Unknown(result)
+        return result  # NotImplemented
 
     return method
 
@@ -108,13 +110,15 @@ def asserted(tensor: torch.Tensor) -> bool:
 
 def learn(tensor: torch.Tensor, data: object) -> None:
     """``tensor`` was made of ``data``: numbers of the host, or something unknown."""
-    few = tensor.is_meta and 0 < tensor.numel() <= _FEW
-    if few and all(
-        isinstance(one, int | float) and not isinstance(one, Unknown | UnknownCount)
-        for one in tree_leaves([*data] if isinstance(data, list | tuple) else data)
-    ):
-        host = torch.tensor(data, dtype=tensor.dtype, device="cpu")
-        _keep(tensor, host.expand(tensor.shape).clone())
+    if not tensor.is_meta or not 0 < tensor.numel() <= _FEW:
+        return
+    if isinstance(data, list | tuple):  # of a subclass, too, which tree_leaves takes for a leaf
+        data = [*data]
+    for leaf in tree_leaves(data):
+        if not isinstance(leaf, int | float) or isinstance(leaf, Unknown | UnknownCount):
+            return
+    host = torch.tensor(data, dtype=tensor.dtype, device="cpu")
+    _keep(tensor, host.expand(tensor.shape).clone())
 
 
 def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
@@ -137,8 +141,11 @@ def _are_places(host: torch.Tensor) -> bool:
     """Whether [1, tokens] count from 0 in each of one or more sequences."""
     if host.dtype != torch.int64 or host.dim() != 2 or len(host) != 1:
         return False
-    row, before = host[0], torch.cat((host.new_tensor([-1]), host[0, :-1]))
-    return bool(((row == before + 1) | (row == 0)).all())
+    row = host[0]
+    before = torch.cat((host.new_tensor([-1]), row[:-1]))
+    counts_on = row == before + 1
+    begins_sequence = row == 0
+    return bool((counts_on | begins_sequence).all())
 
 
 def forget(tensor: torch.Tensor) -> None:
@@ -165,11 +172,11 @@ def exchanged(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None
     """Members have given each other ``ins``, and this one has got ``outs``: unknown values, but the
     same answer from each about health.
     """
-    values = [
-        cell.value
-        for cell in (getattr(tensor, _CELL, None) for tensor in ins)
-        if cell is not None and cell.valid[0] and cell.uniform
-    ]
+    values = list[torch.Tensor]()
+    for tensor in ins:
+        cell = getattr(tensor, _CELL, None)
+        if cell is not None and cell.valid[0] and cell.uniform:
+            values.append(cell.value)
     settled = bool(values) and len(values) == len(ins)
     settled = settled and all(bool(value == values[0]) for value in values)
     for out in outs:
@@ -183,13 +190,13 @@ def _known(args: Args, kwargs: Options) -> bool:
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if hasattr(arg, _CELL):
             return True
-        if isinstance(arg, (list, tuple)) and any(hasattr(one, _CELL) for one in arg):
+        if isinstance(arg, (list, tuple)) and any(hasattr(item, _CELL) for item in arg):
             return True
     return False
 
 
 def _tensors(args: Args, kwargs: Options) -> list[torch.Tensor]:
-    return [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def _computed(
@@ -229,20 +236,21 @@ def on_host(func: Callable[..., object], args: Args, kwargs: Options) -> object:
     """
     if not _known(args, kwargs):
         return None
-    found = _computed(func, args, kwargs)
-    shapes = found or _computed(func, args, kwargs, shapes=True)
+    values = _computed(func, args, kwargs)
+    shapes = values or _computed(func, args, kwargs, shapes=True)
     if shapes is None:
         return None
 
     def stand_in(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        if found is not None:
-            _keep(made, leaf)
-        return made
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        if values is not None:
+            _keep(tensor, leaf)
+        return tensor
 
-    return tree_map(stand_in, shapes[0])
+    answer, _ = shapes
+    return tree_map(stand_in, answer)
 
 
 def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -> None:
@@ -257,39 +265,56 @@ def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -
         for tensor in tensors:
             forget(tensor)
         return
-    in_place = name[:3] == "__i" and name != "__invert__"
-    writes = (name.endswith("_") and not name.endswith("__")) or in_place or name == "__setitem__"
     outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    writes = _writes(name)
     if _follow_uniform(func, args, kwargs, outs, writes):
         return
+    if writes:
+        _follow_write(func, args, kwargs, tensors)
+        return
     # of many numbers only those are followed that were lengths
-    size = 1 if all(tensor.numel() == 1 for tensor in tensors) else _MOST
-    if not writes and (not outs or any(tensor.numel() > size for tensor in outs)):
+    most_elements = 1 if all(tensor.numel() == 1 for tensor in tensors) else _MOST
+    if not outs or any(tensor.numel() > most_elements for tensor in outs):
         return
     answer_and_arguments = _computed(func, args, kwargs)
     if answer_and_arguments is None:
-        if writes:
-            _forget_written(func, args, tensors)
-        else:
-            _learn_health(func, args, outs)
+        _learn_health(func, args, outs)
         return
-    answer, after = answer_and_arguments
-    if writes:
-        forget(tensors[0])
-        _keep(tensors[0], after[id(tensors[0])])
-        return
+    answer, _ = answer_and_arguments
     values = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
     for tensor, value in zip(outs, values, strict=False):
         if tensor.shape == value.shape and not getattr(tensor, _CELL, None):
             _keep(tensor, value, _cell_of_memory(tensor, tensors))
 
 
+def _writes(name: str) -> bool:
+    """Whether a function of this name changes its first argument: add_, __iadd__, __setitem__."""
+    if name.endswith("__"):
+        is_in_place = name.startswith("__i") and name != "__invert__"
+        return is_in_place or name == "__setitem__"
+    return name.endswith("_") or (name.startswith("__i") and name != "__invert__")
+
+
+def _follow_write(
+    func: Callable[..., object], args: Args, kwargs: Options, tensors: Sequence[torch.Tensor]
+) -> None:
+    """``func`` has changed its first argument: its new value is known where all others are."""
+    answer_and_arguments = _computed(func, args, kwargs)
+    if answer_and_arguments is None:
+        _forget_written(func, args, tensors)
+        return
+    _, after = answer_and_arguments
+    changed = tensors[0]
+    forget(changed)
+    _keep(changed, after[id(changed)])
+
+
 def _follow_unknown(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -> None:
     """``func`` of arguments of which nothing is known gave ``out``."""
     if func in _MADE and out.is_meta:
         if not out.is_floating_point() and 0 < out.numel() <= _MADE[func]:
-            made: Any = func(*args, **{**kwargs, "device": "cpu"})
-            _keep(out, made)
+            value: Any = func(*args, **{**kwargs, "device": "cpu"})
+            _keep(out, value)
     elif func is torch.full and out.is_meta:
         learn(out, args[1] if len(args) > 1 else kwargs["fill_value"])
     elif func in (torch.all, torch.Tensor.all) and out.is_meta and out.numel() == 1:
@@ -352,9 +377,9 @@ def _forget_written(
 def _cell_of_memory(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Cell | None:
     """The cell of the first of ``tensors`` that sees the same memory as ``tensor``."""
     memory = tensor.untyped_storage()._cdata
-    for other in tensors:
-        if other.untyped_storage()._cdata == memory:
-            cell: _Cell | None = getattr(other, _CELL, None)
+    for candidate in tensors:
+        if candidate.untyped_storage()._cdata == memory:
+            cell: _Cell | None = getattr(candidate, _CELL, None)
             return cell
     return None
 
@@ -364,7 +389,9 @@ def _keep(tensor: torch.Tensor, value: torch.Tensor, base: _Cell | None = None) 
     cell = getattr(tensor, _CELL, None)
     if cell is not None:
         cell.value, cell.valid, cell.uniform = value, [True], False
-    elif base is not None and base.value.numel() == value.numel() == 1:
+    elif base is None:
+        setattr(tensor, _CELL, _Cell(value))
+    elif base.value.numel() == value.numel() == 1:  # one number, seen by both
         setattr(tensor, _CELL, base)
-    else:
-        setattr(tensor, _CELL, _Cell(value) if base is None else _Cell(value, base.valid))
+    else:  # a part: known until somebody writes to the whole
+        setattr(tensor, _CELL, _Cell(value, base.valid))

@@ -66,23 +66,48 @@ class _Fills(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         draws = kwargs.get("generator") is not None
         draws = draws or not torch.equal(before, torch.default_generator.get_state())
-        again = [self._again(value, answer.shape) for value in args]
-        drawn = any(isinstance(one, functools.partial) for one in again)
+        redrawn = [self._again(value, answer.shape) for value in args]
         if name.endswith("_") and name[-2:] != "__":
-            tensor, rest = (args[0], args[1:]) if args else (kwargs["tensor"], ())
-            more = {k: v for k, v in kwargs.items() if v is not tensor and k != "generator"}
-            calls = list(self.of(tensor)[1])
-            if name in _OVERWRITE or any(map(torch.is_tensor, (*rest, *more.values()))):
-                copied = name == "copy_" and isinstance(again[1], functools.partial)
-                calls = [again[1]] if copied else []
-            elif draws or calls:
-                calls.append(lambda whole: func(whole, *rest, **more))
-            self._keep(tensor, calls)
+            self._note_in_place(func, name, args, kwargs, redrawn, draws)
         elif draws and name in ("rand", "randn"):
             self._keep(answer, [lambda whole: func(whole.shape, **kwargs)])
-        elif drawn and not self.of(answer)[1]:
-            self._keep(answer, [lambda whole: func(*(one(whole) for one in again), **kwargs)])
+        elif any(map(_is_drawn, redrawn)) and not self.of(answer)[1]:
+            # computed from drawn numbers, element by element
+            self._keep(answer, [lambda whole: func(*(draw(whole) for draw in redrawn), **kwargs)])
         return answer
+
+    def _note_in_place(
+        self,
+        func: Original,
+        name: str,
+        args: Args,
+        kwargs: Options,
+        redrawn: Sequence[Any],
+        draws: bool,
+    ) -> None:
+        """Note what a function has done to its first argument."""
+        if args:
+            tensor, *operands = args
+        else:
+            tensor, operands = kwargs["tensor"], []
+        options = {
+            key: value
+            for key, value in kwargs.items()
+            if value is not tensor and key != "generator"
+        }
+        calls = list(self.of(tensor)[1])
+        if name == "copy_" and _is_drawn(redrawn[1]):
+            calls = [redrawn[1]]
+        elif name in _OVERWRITE or any(map(torch.is_tensor, (*operands, *options.values()))):
+            calls = []
+        elif draws or calls:
+            calls.append(lambda whole: func(whole, *operands, **options))
+        self._keep(tensor, calls)
+
+
+def _is_drawn(redrawn: object) -> bool:
+    """Whether ``_Fills._again`` has found that a value is of drawn numbers."""
+    return isinstance(redrawn, functools.partial)
 
 
 def _filled(whole: torch.Tensor, dtype: torch.dtype, calls: Sequence[Fill]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -193,48 +193,36 @@ def sweep(
         UsageError: no such axis, objective or machine.
     """
     job: Job = recipe if isinstance(recipe, Script) else recipes.given(recipe)
-    folder, told = Path(out), told or (lambda text: None)
-    words = axes if not isinstance(axes, Mapping) else [_word(*item) for item in axes.items()]
-    values = space.parse_axes(list(words), job)
-    if not values:
-        raise UsageError("a sweep needs axes", fix="tp=1,2,4,8 pp=auto")
-    if (size := space.sizes(values)) > space.MOST and not trials:
-        raise UsageError(
-            f"{size:,} combinations are more than {space.MOST:,}",
-            fix="fewer values, or --trials 200: Optuna picks as many",
-        )
-    objective = objective or _natural(values)
-    if objective not in OBJECTIVES:
-        raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
-    if objective == "cost" and price is None:
-        raise UsageError("--objective cost needs a price", fix="--price 2.5, of a GPU for an hour")
-    machine = machine or default_machine("", "" if isinstance(job, Script) else job.hardware.name)
+    folder = Path(out)
+    tell = told or _tell_nobody
+    values = _values_of(axes, job, bool(trials))
+    objective = _checked_objective(objective or _natural(values), price)
+    if not machine:
+        hardware = "" if isinstance(job, Script) else job.hardware.name
+        machine = default_machine("", hardware)
     nodes = read_machine(machine)
-    limit = limit if limit is not None else nodes.device_memory or None
+    if limit is None:
+        limit = nodes.device_memory or None
     settings = SweepSettings(
         folder.absolute(), machine, limit, nccl_buffers.DEFAULT, objective == "p95"
     )
     execute = partial(run, settings=settings, workers=workers or 2, address=address)
 
     def evaluated(points: list[SweepPoint]) -> Sweep:
-        told(f"{len(points)} points")
-        points = _pruned(points, settings, told)
-        found = _results([p for p in points if not p.by], settings, execute, told)
-        dropped = []
-        for point in points:
-            one = found.get(point.key, {})
-            if point.by or "by" in one:
-                dropped.append(point if point.by else point.dropped(one["by"], one["reason"]))
-        layouts = {p.key: p.layout for p in points if not p.by and p.layout is not None}
-        rows = ranked([one for one in found.values() if "by" not in one], objective, price)
+        tell(f"{len(points)} points")
+        points = _pruned(points, settings, tell)
+        to_run = [point for point in points if not point.by]
+        results = _results(to_run, settings, execute, tell)
+        layouts = {point.key: point.layout for point in to_run if point.layout is not None}
+        complete = [result for result in results.values() if "by" not in result]
         return Sweep(
             job.name,
             objective,
             nodes.name,
             limit,
             values,
-            tuple(rows),
-            tuple(dropped),
+            tuple(ranked(complete, objective, price)),
+            tuple(_dropped(points, results)),
             {key: layout.command() for key, layout in layouts.items()},
             lambda key: timeline_of(layouts[key], settings),
         )
@@ -243,6 +231,46 @@ def sweep(
         if trials:
             return _searched(job, values, trials, objective, evaluated)
         return evaluated(space.points(job, values))
+
+
+def _tell_nobody(text: str) -> None:
+    """Take a line of text about what is being done, where nobody reads it."""
+
+
+def _values_of(axes: Axes, job: Job, by_trials: bool) -> dict[str, tuple[Value, ...]]:
+    """Axis -> values; UsageError where there are none, or too many for a sweep of all."""
+    words = axes
+    if isinstance(axes, Mapping):
+        words = [_word(axis, axis_values) for axis, axis_values in axes.items()]
+    values = space.parse_axes(list(words), job)
+    if not values:
+        raise UsageError("a sweep needs axes", fix="tp=1,2,4,8 pp=auto")
+    combinations = space.sizes(values)
+    if combinations > space.MOST and not by_trials:
+        raise UsageError(
+            f"{combinations:,} combinations are more than {space.MOST:,}",
+            fix="fewer values, or --trials 200: Optuna picks as many",
+        )
+    return values
+
+
+def _checked_objective(objective: str, price: float | None) -> str:
+    """Return ``objective``; UsageError where there is none of this name, or it needs a price."""
+    if objective not in OBJECTIVES:
+        raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
+    if objective == "cost" and price is None:
+        raise UsageError("--objective cost needs a price", fix="--price 2.5, of a GPU for an hour")
+    return objective
+
+
+def _dropped(points: Sequence[SweepPoint], results: Mapping[str, Figures]) -> Iterator[SweepPoint]:
+    """The points that were left out before they ran, or that a run has shown to be impossible."""
+    for point in points:
+        result = results.get(point.key, {})
+        if point.by:
+            yield point
+        elif "by" in result:
+            yield point.dropped(result["by"], result["reason"])
 
 
 def _searched(

@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 
     from megatron_prism.runtime.recorder.shapes_meter import Meter
 
-    # an operator, is it a product, what answers it, is its result a view, is it a kernel,
-    # what it takes while it runs, does it change its first argument, may it on a GPU, does it copy
+    # is an operator a product, does it change its first argument, does it copy that into rows
+    Before = tuple[bool, bool, bool]
+    # an operator, what happens before it (None: nothing), what answers it, is its result a view, is
+    # it a kernel, what it takes while it runs, may it change its first argument on a GPU
     Known = tuple[
-        OpOverload, bool, operators.Answer | None, bool, bool, Temporaries | None, bool, bool, bool
+        OpOverload, Before | None, operators.Answer | None, bool, bool, Temporaries | None, bool
     ]
 
 
@@ -508,16 +510,19 @@ class LiveBytes(TorchDispatchMode):
         answer = operators.answer(func) if self.cublas else None
         launches = not view and not func._schema.name.startswith(_ALLOCATE)
         takes = temporaries(func) if self.cublas else None
-        product, in_place = self.cublas and func in _PRODUCTS, self.cublas and func in IN_PLACE
+        product = self.cublas and func in _PRODUCTS
+        in_place = self.cublas and func in IN_PLACE
         changes = func._schema.is_mutable
         copies = self.cublas and func in COPY_INTO_ROWS
-        return func, product, answer, view, launches, takes, changes, in_place, copies
+        before = product, changes, copies
+        prepares = func is _ADD or any(before)
+        return func, before if prepares else None, answer, view, launches, takes, in_place
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
         """``stream`` uses ``tensor``: torch.Tensor.record_stream."""
-        found = self._alive.get(tensor.untyped_storage()._cdata)
-        if self.history is not None and found is not None:
-            self.history.used(found[1], stream)
+        size_and_number = self._alive.get(tensor.untyped_storage()._cdata)
+        if self.history is not None and size_and_number is not None:
+            self.history.used(size_and_number[1], stream)
 
     def _added(self, to: torch.Tensor, grad: object) -> None:
         """``to += grad``: is that autograd's hook of a parameter, which may have its own stream?"""
@@ -538,25 +543,16 @@ class LiveBytes(TorchDispatchMode):
     ) -> object:
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
-                if not kind.__module__.startswith("torch.nested"):
-                    return NotImplemented  # DTensor makes of it what its rank does: that comes here
-                with self, self.values:  # its Python reads lengths
-                    return cast(Any, kind).__torch_dispatch__(func, types, args, kwargs)
+                return self._of_wrapper(kind, func, types, args, kwargs)
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)
         if self.host and not known[3] and self.host.concerned(args, kwargs):
             return self.host.answer(func, args, kwargs)  # no kernel of the device
-        _, product, answer, view, launches, takes, changes, in_place, copies = known
-        if product:
-            self._handle()
-        elif func is _ADD and self.history is not None:
-            self._added(*args[:2])
-        if changes and self._silent is not None:
-            self._change(args[0])
-        if copies and self._silent is None and not args[0].is_contiguous():
-            rows = torch.empty_like(args[0])  # until the operator is through
-            self.track(rows)
+        _, before, answer, view, launches, takes, in_place = known
+        rows = None  # memory until the operator is through
+        if before is not None:
+            rows = self._prepare(func, before, args)
         out = None if answer is None else answer(args, kwargs)
         if in_place and torch._C._current_graph_task_id() >= 0:
             changed = _in_place(func, sys._getframe(1), args)
@@ -572,9 +568,55 @@ class LiveBytes(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.track(out)
         elif isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self.track(item)
-        if takes is not None and self._silent is None:
-            self.record_temporaries(takes(args, cast(torch.Tensor, out)))
+            self._track_all(out)
+        if takes is not None:
+            self._take_temporaries(takes, args, cast(torch.Tensor, out))
+        del rows
         return out
+
+    def _of_wrapper(
+        self,
+        kind: type,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+    ) -> object:
+        """An operator of a tensor that is made of others."""
+        if not kind.__module__.startswith("torch.nested"):
+            return NotImplemented  # DTensor makes of it what its rank does: that comes here
+        with self, self.values:  # the Python of nested tensors reads lengths
+            return cast(Any, kind).__torch_dispatch__(func, types, args, kwargs)
+
+    def _prepare(
+        self, func: OpOverload, before: Before, args: tuple[Any, ...]
+    ) -> torch.Tensor | None:
+        """What happens before an operator: cuBLAS has its workspace, a tensor that is changed is
+        noted, and one that is not in rows is copied.
+
+        Returns:
+            The copy, whose memory lasts until the operator is through.
+        """
+        product, changes, copies = before
+        if product:
+            self._handle()
+        elif func is _ADD and self.history is not None:
+            self._added(*args[:2])
+        if changes and self._silent is not None:
+            self._change(args[0])
+        if not copies or self._silent is not None or args[0].is_contiguous():
+            return None
+        rows = torch.empty_like(args[0])
+        self.track(rows)
+        return rows
+
+    def _take_temporaries(
+        self, takes: Temporaries, args: tuple[Any, ...], out: torch.Tensor
+    ) -> None:
+        if self._silent is None:
+            self.record_temporaries(takes(args, out))
+
+    def _track_all(self, results: Sequence[object]) -> None:
+        for result in results:
+            if isinstance(result, torch.Tensor):
+                self.track(result)

@@ -398,16 +398,12 @@ class Repeats:
         held = {storage.held.number for storage in replaced}
         if held & {*given, *_outlined(outlines)}:
             return None
-        own_ends = {}
-        if forward is not None:
-            for storage in forward.replaced:
-                if self._in_graph.get((chunk, storage.held.places)):
-                    own_ends[storage.held.number] = storage
-        ended = {stand_in.held.number for stand_in in gone} | own_ends.keys()
+        ends_of_forward = self._ends_of_forward(forward, chunk)
+        ended = {stand_in.held.number for stand_in in gone} | ends_of_forward.keys()
         ends = _Ends(begin, history, part, ended)
         released = [
             _Released(storage, ends.of[number])
-            for number, storage in own_ends.items()
+            for number, storage in ends_of_forward.items()
             if number in ends.of
         ]
         replaced = [replace(storage, end=ends.without(storage.end)) for storage in replaced]
@@ -427,13 +423,19 @@ class Repeats:
         )
         if not step.is_closed() or (history[:1, 0] == WAITED).any():
             return None
-        touched = step.history[:, 0]
-        own = np.isin(touched, given) | (touched < 0)
-        for partner in (step, forward):
-            if partner is not None:
-                first, behind = partner.born
-                own |= (touched >= first) & (touched < behind)
-        return step if own.all() else None
+        if not _touches_own(step, given, forward):
+            return None
+        return step
+
+    def _ends_of_forward(self, forward: _Step | None, chunk: int | None) -> dict[int, _Replaced]:
+        """Number -> storage that a backward's forward replaced, which ends with its graph."""
+        if forward is None:
+            return {}
+        return {
+            storage.held.number: storage
+            for storage in forward.replaced
+            if self._in_graph.get((chunk, storage.held.places))
+        }
 
     def _holds_given(self, stand_in: StandIn, given: Sequence[int]) -> bool:
         """Whether a model holds a step's input where the stand-in was: each step hands it over."""
@@ -747,6 +749,19 @@ class _Ends:
         history -= int(np.searchsorted(self._in_history, history))
         memory -= int(np.searchsorted(self._in_memory, memory))
         return replace(place, history=history, memory=memory)
+
+
+def _touches_own(step: _Step, given: Sequence[int], forward: _Step | None) -> bool:
+    """Whether all storages that ``step`` touches came to be in it or in its forward, or were given
+    to it; numbers below 0 are the model's.
+    """
+    touched = step.history[:, 0]
+    own = np.isin(touched, given) | (touched < 0)
+    for partner in (step, forward):
+        if partner is not None:
+            first, behind = partner.born
+            own |= (touched >= first) & (touched < behind)
+    return bool(own.all())
 
 
 def _lacks_graph(held: Held) -> bool:

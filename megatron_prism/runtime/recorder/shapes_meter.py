@@ -85,6 +85,15 @@ class Work:
         return "; ".join(words) + (f"; and {left} others" if left > 0 else "")
 
 
+def _on_meta(values: Sequence[object]) -> list[torch.Tensor]:
+    """The tensors of shapes among arguments or results, also inside lists."""
+    return [value for value in _flat(values) if isinstance(value, torch.Tensor) and value.is_meta]
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 class Meter:
     """Adds up work; ``memory`` is told of storages that come and go while someone listens."""
 
@@ -139,25 +148,25 @@ class Meter:
             name = self._names[packet] = str(packet).removeprefix("aten.")
         if name in _FREE and not (name in _ALLOCATE and _fills()):
             return
-        tensors = [a for a in _flat(args) if isinstance(a, torch.Tensor) and a.is_meta]
-        outs = [a for a in _flat((out,)) if isinstance(a, torch.Tensor) and a.is_meta]
+        tensors, outs = _on_meta(args), _on_meta((out,))
         if not tensors and not outs:
             return
         if name in _FREE:
-            if moved := sum(t.numel() * t.element_size() for t in outs):
-                self.add("fill_empty", 0, 2 * moved, outs)  # as ``zero_`` counts them: in and out
+            filled_bytes = _bytes_of(outs)
+            if filled_bytes:  # as ``zero_`` counts them: in and out
+                self.add("fill_empty", 0, 2 * filled_bytes, outs)
             return
         if name == "clone" and _lie_alike(tensors[0], outs[0]):
             name = COPIED_WHOLE
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
-        there = tensors + outs
-        if name in _PICK and len(tensors) > 1:
-            there = tensors[1:] + outs + outs  # as much is read as written
-        elif name in _PUT and len(tensors) > 1:
-            there = tensors[1:] + tensors[-1:]
-        moved = sum(t.numel() * t.element_size() for t in there)
-        self.add(name, flops, moved, tensors or outs)
+        touched = tensors + outs
+        if len(tensors) > 1:
+            if name in _PICK:
+                touched = tensors[1:] + outs + outs  # as much is read as written
+            elif name in _PUT:
+                touched = tensors[1:] + tensors[-1:]
+        self.add(name, flops, _bytes_of(touched), tensors or outs)
 
     def add(self, name: str, flops: int, traffic: int, tensors: list[torch.Tensor]) -> None:
         """A kernel that ran, or would have run: fused ones are added by their stand-ins."""
