@@ -601,26 +601,13 @@ class StockCapture(TrainingListener):
             self._remove()
         if self.links is not None:
             self.links.stop()
-        if self._sampler is not None:
-            self._sampler.stop()
-            quick = [r.hosts for r in self.kept() if r.builder is None and r.busy is None]
-            state = self._sampler.state([(h[0][0], h[-1][1]) for h in quick if h])
-            self.store.source |= {GPU_CLOCK: f"{self.rank}={state}"} if state else {}
-        if copies := self._host_bytes():
-            self.store.source[HOST_MEMORY] = f"{self.rank}={copies}"
-        if self.tier.live is not None and self.tier.live.parts:
-            peaks_of_parts = part_peaks.as_text(part_blocks.block_peaks(self.tier.live))
-            self.store.source[MEMORY_PARTS] = f"{self.rank}={peaks_of_parts}"
-        if self._monitor.saved_bytes is not None:
-            self.store.source[SAVED_BYTES] = f"{self.rank}={self._monitor.saved_bytes.as_text()}"
-        if self._monitor.assumed_parts:
-            names = part_peaks.names_as_text(self._monitor.assumed_parts)
-            self.store.source[ASSUMED_PARTS] = f"{self.rank}={names}"
+        self._note_facts_of_rank()
         steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):
-            what = f"--prism-capture: nothing was recorded, the job ended after {steps} train steps"
-            fix = "a --train-iters that it reaches, no --skip-train, or no --prism-capture"
-            raise UsageError(what, fix=fix)
+            raise UsageError(
+                f"--prism-capture: nothing was recorded, the job ended after {steps} train steps",
+                fix="a --train-iters that it reaches, no --skip-train, or no --prism-capture",
+            )
         self._first_alone = steps < LEAST_STEPS
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         if self._probe is not None:
@@ -644,6 +631,31 @@ class StockCapture(TrainingListener):
             self.store.source[HOST_INDEX] = f"{self.rank}={statistics.median(self._hosts):.4f}"
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
+
+    def _note_facts_of_rank(self) -> None:
+        """Note in the source what is this rank's alone: its GPU, its host, its parts."""
+        if self._sampler is not None:
+            self._sampler.stop()
+            # iterations that were neither traced nor clocked ran at the job's own pace
+            spans = list[tuple[int, int]]()
+            for recording in self.kept():
+                hosts = recording.hosts
+                if recording.builder is None and recording.busy is None and hosts:
+                    spans.append((hosts[0][0], hosts[-1][1]))
+            state = self._sampler.state(spans)
+            if state:
+                self.store.source[GPU_CLOCK] = f"{self.rank}={state}"
+        host_bytes = self._host_bytes()
+        if host_bytes:
+            self.store.source[HOST_MEMORY] = f"{self.rank}={host_bytes}"
+        if self.tier.live is not None and self.tier.live.parts:
+            peaks_of_parts = part_peaks.as_text(part_blocks.block_peaks(self.tier.live))
+            self.store.source[MEMORY_PARTS] = f"{self.rank}={peaks_of_parts}"
+        if self._monitor.saved_bytes is not None:
+            self.store.source[SAVED_BYTES] = f"{self.rank}={self._monitor.saved_bytes.as_text()}"
+        if self._monitor.assumed_parts:
+            names = part_peaks.names_as_text(self._monitor.assumed_parts)
+            self.store.source[ASSUMED_PARTS] = f"{self.rank}={names}"
 
     def _host_bytes(self) -> int:
         """The most that large copies on the host would have taken at once; 0 on other tiers."""

@@ -88,22 +88,33 @@ def _count(op: Op) -> int:
     return op.num_out if op.name in _BY_OUTPUT else op.num_in
 
 
-def differences(mine: Op, theirs: Op) -> list[str]:
+def differences(own: Op, peer: Op) -> list[str]:
     """In which words two calls that should be one differ: ``shape: 64 here, 32 there``."""
-    pairs = [
-        ("dtype", mine.dtype, theirs.dtype),
-        ("shape", _count(mine), _count(theirs)),
-        ("reduce op", mine.reduce, theirs.reduce),
-        ("root", mine.root, theirs.root),
+    properties = [
+        ("dtype", own.dtype, peer.dtype),
+        ("shape", _count(own), _count(peer)),
     ]
-    if mine.name in ("send", "recv"):
-        pairs = pairs[:2]
-    else:
-        pairs.insert(0, ("operation", mine.name, theirs.name))
-    return [f"{what}: {a} here, {b} there" for what, a, b in pairs if a != b]
+    if own.name not in ("send", "recv"):
+        properties.insert(0, ("operation", own.name, peer.name))
+        properties.append(("reduce op", own.reduce, peer.reduce))
+        properties.append(("root", own.root, peer.root))
+    return [
+        f"{name}: {own_value} here, {peer_value} there"
+        for name, own_value, peer_value in properties
+        if own_value != peer_value
+    ]
 
 
-def nccl_lets_through(mine: Op, theirs: Op | None) -> bool:
+def _differing_properties(own: Op, peer: Op) -> set[str]:
+    """Names of what ``differences`` tells."""
+    return {_kind([text]) for text in differences(own, peer)}
+
+
+def _bytes_of(op: Op) -> int:
+    return _count(op) * DTYPES.get(op.dtype, 0)
+
+
+def nccl_lets_through(own: Op, peer: Op | None) -> bool:
     """Whether NCCL would not notice that these two calls differ, and go on with wrong data.
 
     It moves words of 8 bytes and compares nothing.  Measured on 2 x H200 (NCCL 2.28.9, 2026-11-21),
@@ -112,15 +123,18 @@ def nccl_lets_through(mine: Op, theirs: Op | None) -> bool:
     passes and the other hangs, and 4 against 4,194,304 hangs on both.  What was not measured
     (another operation, reduction, root, splits) counts as a hang.
     """
-    if theirs is None or {text.partition(":")[0] for text in differences(mine, theirs)} - _BYTES:
+    if peer is None or _differing_properties(own, peer) - _BYTES:
         return False
-    if mine.splits or theirs.splits:
+    if own.splits or peer.splits:
         return False
-    here, there = (_count(op) * DTYPES.get(op.dtype, 0) for op in (mine, theirs))
-    return here == there or max(here, there) <= _FEW and -(-here // 8) == -(-there // 8)
+    own_bytes, peer_bytes = _bytes_of(own), _bytes_of(peer)
+    if own_bytes == peer_bytes:
+        return True
+    own_words, peer_words = -(-own_bytes // 8), -(-peer_bytes // 8)
+    return max(own_bytes, peer_bytes) <= _FEW and own_words == peer_words
 
 
-def gloo_does(mine: Op, theirs: Op | None, sends: bool | None = None) -> str:
+def gloo_does(own: Op, peer: Op | None, sends: bool | None = None) -> str:
     """What gloo makes of these two calls: passes (with wrong data), aborts or hangs.
 
     sends : of a broadcast, whether this side is the root; None: neither or unknown
@@ -130,21 +144,23 @@ def gloo_does(mine: Op, theirs: Op | None, sends: bool | None = None) -> str:
     dtypes of as many bytes and other reductions pass, messages and broadcasts also where the
     receiver has more room than it needs; other sizes abort; other operations and roots hang.
     """
-    if theirs is None:
+    if peer is None:
         return "hangs"
-    found = {text.partition(":")[0] for text in differences(mine, theirs)}
-    if found & {"operation", "root"}:
+    differing = _differing_properties(own, peer)
+    if differing & {"operation", "root"}:
         return "hangs"
-    here, there = (_count(op) * DTYPES.get(op.dtype, 0) for op in (mine, theirs))
-    if here == there:
-        return "passes" if found else "aborts"  # nothing but splits: what was measured aborted
-    if mine.name in ("send", "recv"):
-        sends = mine.name == "send"
-    elif mine.name != "broadcast":
+    own_bytes, peer_bytes = _bytes_of(own), _bytes_of(peer)
+    if own_bytes == peer_bytes:
+        # nothing but splits: what was measured aborted
+        return "passes" if differing else "aborts"
+    if own.name in ("send", "recv"):
+        sends = own.name == "send"
+    elif own.name != "broadcast":
         sends = None
     if sends is None:
         return "aborts"
-    return "passes" if (here <= there if sends else there <= here) else "aborts"
+    sent, room = (own_bytes, peer_bytes) if sends else (peer_bytes, own_bytes)
+    return "passes" if sent <= room else "aborts"
 
 
 _BYTES = {"dtype", "shape"}
@@ -155,15 +171,18 @@ class CallCheck:
     """Counts the calls of one rank and asks the programs of its peers."""
 
     def __init__(self, peers: Peers, fail: Fail) -> None:
-        self.peers, self.fail = peers, fail
+        self.peers = peers
+        self.fail = fail
         self.counts: Counter[tuple[str, str, int]] = Counter()  # group, "" or send or recv, peer
         self.order: list[Op] | None = None
-        self.made = 0
+        self.calls_made = 0
         self.open = False
 
     def begin(self, peers: Peers | None = None, order: list[Op] | None = None) -> None:
         """A new iteration: count from 0.  ``order``: all calls that this rank itself will make."""
-        self.peers, self.order, self.made = peers or self.peers, order, 0
+        self.peers = peers or self.peers
+        self.order = order
+        self.calls_made = 0
         self.counts.clear()
         self.open = True
 
@@ -172,11 +191,13 @@ class CallCheck:
         if not self.open:
             return
         self.open = False
-        for key, own in self.peers.expected().items():
-            made = self.counts[key]
-            if made < len(own):
-                text = f"the derived program calls it, the rank did not: {made} of {len(own)} calls"
-                self.fail("missing", own[made], made, None, [text], None, own[made])
+        for key, expected in self.peers.expected().items():
+            count = self.counts[key]
+            if count < len(expected):
+                missing = expected[count]
+                text = "the derived program calls it, the rank did not: "
+                text += f"{count} of {len(expected)} calls"
+                self.fail("missing", missing, count, None, [text], None, missing)
 
     def check(self, call: Op, position: int, size: int) -> None:
         """``call`` is about to be made by the member at ``position`` of ``size``."""
@@ -195,53 +216,65 @@ class CallCheck:
             self._collective(call, number, position)
 
     def _own_order(self, call: Op) -> None:
-        """Return the first call that the rank's own program does not have here."""
+        """Fail where the rank's own program has another call in this place, or none."""
         if self.order is None:
             return
-        number, self.made = self.made, self.made + 1
-        mine = self.order[number] if number < len(self.order) else None
-        if mine is None:
-            what = "its program is over"
-        elif (mine.group, mine.name) == (call.group, call.name) and not differences(call, mine):
+        number = self.calls_made
+        self.calls_made += 1
+        if number >= len(self.order):
+            self.fail("divergence", call, number, None, ["its program is over"], None, None)
             return
-        else:
-            where = mine.site or "no known line"
-            what = f"its program calls {mine.name} of {mine.group} at {where}"
-        self.fail("divergence", call, number, None, [what], None, mine)
+        expected = self.order[number]
+        is_same = (expected.group, expected.name) == (call.group, call.name)
+        if is_same and not differences(call, expected):
+            return
+        where = expected.site or "no known line"
+        text = f"its program calls {expected.name} of {expected.group} at {where}"
+        self.fail("divergence", call, number, None, [text], None, expected)
 
     def _message(self, call: Op, number: int) -> None:
         peer, fifo = self.peers.messages(call.group, call.peer, call.name)
         if number >= len(fifo):
-            back = "recv" if call.name == "send" else "send"
-            what = f"rank {peer} posts {len(fifo)} {back}, this is number {number}"
-            self.fail("unmatched " + call.name, call, number, None, [what], peer)
-        elif found := differences(call, fifo[number]):
-            self.fail(_kind(found), call, number, fifo[number], found, peer)
+            counterpart = "recv" if call.name == "send" else "send"
+            text = f"rank {peer} posts {len(fifo)} {counterpart}, this is number {number}"
+            self.fail("unmatched " + call.name, call, number, None, [text], peer)
+            return
+        texts = differences(call, fifo[number])
+        if texts:
+            self.fail(_kind(texts), call, number, fifo[number], texts, peer)
 
     def _collective(self, call: Op, number: int, position: int) -> None:
-        for rank, alike, fifo in self.peers.collectives(call.group):
+        for rank, equal_ranks, fifo in self.peers.collectives(call.group):
             if number >= len(fifo):
-                what = f"rank {rank} ({alike} alike) makes {len(fifo)} calls there"
-                self.fail("missing", call, number, None, [what], rank)
+                text = f"rank {rank} ({equal_ranks} alike) makes {len(fifo)} calls there"
+                self.fail("missing", call, number, None, [text], rank)
                 continue
-            theirs = fifo[number]
-            found = differences(call, theirs)
-            if not found and call.splits and theirs.splits and alike == 1:
-                there = self.peers.position(call.group, rank)
-                found = _splits(call, theirs, position, there)
-            if found:
-                self.fail(_kind(found), call, number, theirs, found, rank)
+            peer_call = fifo[number]
+            texts = differences(call, peer_call)
+            # ranks that call alike have splits of their own, so one stands for none of the others
+            if not texts and call.splits and peer_call.splits and equal_ranks == 1:
+                peer_position = self.peers.position(call.group, rank)
+                texts = _split_difference(call, peer_call, position, peer_position)
+            if texts:
+                self.fail(_kind(texts), call, number, peer_call, texts, rank)
 
 
-def _splits(mine: Op, theirs: Op, here: int, there: int) -> list[str]:
-    assert mine.splits is not None
-    assert theirs.splits is not None
-    sent, wanted = mine.splits[0][there], theirs.splits[1][here]
-    return [f"splits: {sent} rows sent, {wanted} expected"] if sent != wanted else []
+def _split_difference(
+    sender: Op, receiver: Op, sender_position: int, receiver_position: int
+) -> list[str]:
+    """In which words rows that one member sends another differ from those that it expects."""
+    assert sender.splits is not None
+    assert receiver.splits is not None
+    sent = sender.splits[0][receiver_position]
+    expected = receiver.splits[1][sender_position]
+    if sent == expected:
+        return []
+    return [f"splits: {sent} rows sent, {expected} expected"]
 
 
-def _kind(found: list[str]) -> str:
-    return found[0].partition(":")[0]
+def _kind(texts: list[str]) -> str:
+    """The property that the first of ``differences`` is about."""
+    return texts[0].partition(":")[0]
 
 
 class LocalCallCheck:
@@ -253,7 +286,10 @@ class LocalCallCheck:
     def __init__(
         self, store: dist.Store, rank: int, fail: Fail, patience_s: float = _PATIENCE_S
     ) -> None:
-        self.store, self.rank, self.fail, self.patience_s = store, rank, fail, patience_s
+        self.store = store
+        self.rank = rank
+        self.fail = fail
+        self.patience_s = patience_s
         self.counts: Counter[str] = Counter()
 
     def check(self, call: Op, key: str, locals_: Mapping[int, int], site: str) -> None:
@@ -264,40 +300,51 @@ class LocalCallCheck:
         self.store.set(base + str(self.rank), json.dumps({**asdict(call), "site": site}))
         self.store.set(f"call_check/at/{self.rank}", f"{call.name} #{number + 1} of {call.group}")
         deadline = time.monotonic() + self.patience_s
-        for other in locals_:
-            if other != self.rank:
-                places = locals_[self.rank], locals_[other]
-                self._meet(call, number, base, other, deadline, places)
+        for peer in locals_:
+            if peer != self.rank:
+                positions = locals_[self.rank], locals_[peer]
+                self._meet(call, number, base, peer, deadline, positions)
 
     def _meet(
-        self, call: Op, number: int, base: str, other: int, deadline: float, places: tuple[int, int]
+        self,
+        call: Op,
+        number: int,
+        base: str,
+        peer: int,
+        deadline: float,
+        positions: tuple[int, int],
     ) -> None:
-        left = max(0.1, deadline - time.monotonic())
+        """Compare ``call`` with that of ``peer``; ``positions`` are group ranks of both."""
+        seconds_left = max(0.1, deadline - time.monotonic())
         try:
-            self.store.wait([base + str(other)], timedelta(seconds=left))
+            self.store.wait([base + str(peer)], timedelta(seconds=seconds_left))
         except Exception as error:  # c10d raises DistStoreError or RuntimeError by release
-            at = f"call_check/at/{other}"
-            where = self.store.get(at).decode() if self.store.check([at]) else "nowhere yet"
-            why = f"rank {other} has not come within {self.patience_s:.0f} s; it is in {where}"
-            self.fail("missing", call, number, None, [f"{why} ({type(error).__name__})"], other)
+            key = f"call_check/at/{peer}"
+            where = self.store.get(key).decode() if self.store.check([key]) else "nowhere yet"
+            text = f"rank {peer} has not come within {self.patience_s:.0f} s; it is in {where}"
+            self.fail("missing", call, number, None, [f"{text} ({type(error).__name__})"], peer)
             return
-        there = Op(**json.loads(self.store.get(base + str(other))))
-        found = differences(call, there)
-        if not found and there.splits and call.splits and call.name != "all_to_all":
-            found = _splits(call, there, *places) or _splits(there, call, *places[::-1])
-        if found:
-            found += self._stacks(base, other)
-            self.fail(_kind(found), call, number, there, found, other)
+        peer_call = Op(**json.loads(self.store.get(base + str(peer))))
+        texts = differences(call, peer_call)
+        if not texts and peer_call.splits and call.splits and call.name != "all_to_all":
+            own_position, peer_position = positions
+            texts = _split_difference(call, peer_call, own_position, peer_position)
+            if not texts:
+                texts = _split_difference(peer_call, call, peer_position, own_position)
+        if texts:
+            texts += self._stacks(base, peer)
+            self.fail(_kind(texts), call, number, peer_call, texts, peer)
 
-    def _stacks(self, base: str, other: int) -> list[str]:
+    def _stacks(self, base: str, peer: int) -> list[str]:
         """Where both stand: both find the difference, so both write it down."""
         self.store.set(f"{base}stack/{self.rank}", json.dumps(frames()))
-        found = []
-        for rank in (self.rank, other):
+        texts = list[str]()
+        for rank in (self.rank, peer):
             key = f"{base}stack/{rank}"
-            with contextlib.suppress(Exception):  # of the other; DistStoreError by release
+            with contextlib.suppress(Exception):  # of the peer; DistStoreError by release
                 self.store.wait([key], timedelta(seconds=min(5.0, self.patience_s)))
             if self.store.check([key]):
                 stack = json.loads(self.store.get(key))
-                found += [f"rank {rank} stands at", *(f"  {frame}" for frame in stack)]
-        return found
+                texts.append(f"rank {rank} stands at")
+                texts += [f"  {frame}" for frame in stack]
+        return texts

@@ -121,7 +121,10 @@ PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to 
 _ATTENTION = (
     "",
     "_dropout",
-    *(f"_backward{a}{b}" for a in ("", "_dropout") for b in ("", "_deterministic")),
+    "_backward",
+    "_backward_deterministic",
+    "_backward_dropout",
+    "_backward_dropout_deterministic",
 )
 # of an element of one byte, that a clone and a copy into a tensor move: the recorder counts the
 # tensor that is changed as read and as written
@@ -146,15 +149,17 @@ class MeasuredKernel:
     @staticmethod
     def parse(name: str, shapes: str, dtype: str, flops: int, num_bytes: int) -> MeasuredKernel:
         """``shapes``: what stood in the brackets."""
-        found = [_SHAPE.match(text) for text in shapes.split(",")]
-        return MeasuredKernel(
-            name,
-            tuple(tuple(map(int, one[1].split("x"))) if one else () for one in found),
-            tuple(bool(one and one[2]) for one in found),
-            dtype,
-            flops,
-            num_bytes,
-        )
+        sizes = list[tuple[int, ...]]()
+        turned = list[bool]()
+        for text in shapes.split(","):
+            match = _SHAPE.match(text)
+            if match is None:  # a number, which has no shape
+                sizes.append(())
+                turned.append(False)
+            else:
+                sizes.append(tuple(map(int, match[1].split("x"))))
+                turned.append(bool(match[2]))
+        return MeasuredKernel(name, tuple(sizes), tuple(turned), dtype, flops, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -220,33 +225,40 @@ class OpTable:
         least 1, though below half of the time they are up to 8 % quicker than in ``grids``: the
         clock follows heat and power, and a rank's neighbours in time are not known.
         """
+        if not self.sustained:
+            return 1.0
         factors = [float(np.interp(share, shares, slower)) for shares, slower in self.sustained]
-        return max(1.0, sum(factors) / len(factors)) if factors else 1.0
+        return max(1.0, sum(factors) / len(factors))
 
     @cached_property
     def _looks(self) -> dict[str, Callable[[MeasuredKernel], float | None]]:
         return {
             **dict.fromkeys(_SINGLE, self._product),
             **dict.fromkeys(_BATCHED, self._batched),
-            **{f"attention{rest}": self._attention for rest in _ATTENTION},
+            **{f"attention{suffix}": self._attention for suffix in _ATTENTION},
             "grouped_gemm": lambda _: None,
         }
 
     def _product(self, kernel: MeasuredKernel) -> float | None:
         """C[m, n] = A[m, k] B[k, n]; tn, nn, nt say how A and B lie."""
-        found = _as_product(kernel)
-        if found is None:
+        product = _as_product(kernel)
+        if product is None:
             return None
-        layout, *sizes = found
+        layout, *sizes = product
         dtype = _LIKE.get(kernel.dtype, kernel.dtype)
         if dtype.startswith("float8"):
             layout = "tn"
         grid = self.grids.get(f"gemm {layout} {dtype}")
         if grid is None:
             return None
-        inside = [min(one, math.exp(axis[-1])) for one, axis in zip(sizes, grid.axes, strict=True)]
-        edge = grid.at(inside)
-        return None if edge is None else edge * math.prod(sizes) / math.prod(inside)
+        # beyond the largest measured sizes in proportion to the flops
+        sizes_inside = list[float]()
+        for size, axis in zip(sizes, grid.axes, strict=True):
+            sizes_inside.append(min(size, math.exp(axis[-1])))
+        ns_inside = grid.at(sizes_inside)
+        if ns_inside is None:
+            return None
+        return ns_inside * math.prod(sizes) / math.prod(sizes_inside)
 
     def _batched(self, kernel: MeasuredKernel) -> float | None:
         """Of attention without a fused kernel: two sides as long as the sequence, one short."""
@@ -254,47 +266,65 @@ class OpTable:
         if len(shapes) < 2 or any(len(shape) != 3 for shape in shapes):
             return None
         (batch, m, k), (_, _, n) = shapes
-        for short, one, other, size in (("k", m, n, k), ("n", m, k, n), ("m", n, k, m)):
-            if one == other and size <= one:
-                grid = self.grids.get(f"bmm {short} {_LIKE.get(kernel.dtype, kernel.dtype)}")
-                return None if grid is None else grid.at((batch, one, size))
+        dtype = _LIKE.get(kernel.dtype, kernel.dtype)
+        for short_side, length, second_length, size in (
+            ("k", m, n, k),
+            ("n", m, k, n),
+            ("m", n, k, m),
+        ):
+            if length == second_length and size <= length:
+                grid = self.grids.get(f"bmm {short_side} {dtype}")
+                return None if grid is None else grid.at((batch, length, size))
         return None
 
     def _attention(self, kernel: MeasuredKernel) -> float | None:
         s = _causal_length(kernel)
         if not s:  # no mask, or a part of a sequence
             return None
-        name, d = _plain(kernel.name), kernel.shapes[0][-1]
+        name = _plain(kernel.name)
+        q_shape = kernel.shapes[0]
+        d = q_shape[-1]
         dtype = _LIKE.get(kernel.dtype, kernel.dtype)
-        for way in ("cudnn", "flash2"):
-            grid = self.grids.get(f"{name} {way} {dtype}")
-            if grid is not None:
-                alone = grid.at((math.prod(kernel.shapes[0]) / (s * d), s, d))
-                return None if alone is None else alone * self.options.get(kernel.name, 1.0)
+        for library in ("cudnn", "flash2"):
+            grid = self.grids.get(f"{name} {library} {dtype}")
+            if grid is None:
+                continue
+            heads = math.prod(q_shape) / (s * d)
+            ns_without_options = grid.at((heads, s, d))
+            if ns_without_options is None:
+                return None
+            return ns_without_options * self.options.get(kernel.name, 1.0)
         return None
 
     def _by_size(self, kernel: MeasuredKernel) -> float | None:
+        """By its bytes, as the first of several names that was measured."""
         if kernel.flops:
             return None
-        dtype, moved = _LIKE.get(kernel.dtype, kernel.dtype), kernel.bytes
-        plain, factor = _plain(kernel.name), self.options.get(kernel.name, 1.0)
+        dtype = _LIKE.get(kernel.dtype, kernel.dtype)
+        moved_bytes = kernel.bytes
+        plain = _plain(kernel.name)
         names: tuple[str, ...] = (plain, _ALIKE.get(plain, ""))
         if kernel.name in _ARITHMETIC and _is_broadcast(kernel.shapes):
             names = ("mul broadcast", *names)
         if _turns_a_row(kernel):
             names = ("fp8_quantize row",)
         if kernel.name == "adam" and f"adam {dtype}" not in self.kernels:
-            names, moved = ("_fused_adamw_", ""), moved * _ADAM_BYTES[1] // _ADAM_BYTES[0]
+            counted_bytes, recorded_bytes = _ADAM_BYTES
+            names = ("_fused_adamw_", "")
+            moved_bytes = moved_bytes * recorded_bytes // counted_bytes
         # the measured clone turns its tensor; one that does not is a copy of memory
         if kernel.name == "clone_dense":
-            names, moved = ("copy_", ""), moved * _COPY_BYTES // _CLONE_BYTES
+            names = ("copy_", "")
+            moved_bytes = moved_bytes * _COPY_BYTES // _CLONE_BYTES
+        factor = self.options.get(kernel.name, 1.0)
         for name in names:
-            rows = self.kernels.get(f"{name} {dtype}") or self.kernels.get(f"{name} float32")
-            sizes, ns = rows or (None, None)
-            if sizes is None or ns is None:
+            row = self.kernels.get(f"{name} {dtype}") or self.kernels.get(f"{name} float32")
+            if row is None:
                 continue
-            between = np.interp(math.log(max(1, moved)), np.log(sizes), np.log(ns))
-            return factor * float(np.exp(between)) * max(1.0, moved / float(sizes[-1]))
+            sizes, ns = row
+            log_ns = np.interp(math.log(max(1, moved_bytes)), np.log(sizes), np.log(ns))
+            beyond_largest = max(1.0, moved_bytes / float(sizes[-1]))
+            return factor * float(np.exp(log_ns)) * beyond_largest
         return None
 
 
@@ -326,9 +356,14 @@ def _causal_length(kernel: MeasuredKernel) -> int:
     """
     if not kernel.shapes or len(kernel.shapes[0]) < 3:
         return 0
-    of_one = math.prod(kernel.shapes[0]) * (2 if _plain(kernel.name) == "attention" else 5)
-    s, rest = divmod(kernel.flops, of_one) if of_one else (0, 1)
-    return s if not rest and s in kernel.shapes[0][:2] else 0
+    products = 2 if _plain(kernel.name) == "attention" else 5
+    flops_of_key = math.prod(kernel.shapes[0]) * products
+    if not flops_of_key:
+        return 0
+    s, remainder = divmod(kernel.flops, flops_of_key)
+    if remainder or s not in kernel.shapes[0][:2]:
+        return 0
+    return s
 
 
 def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
@@ -338,15 +373,21 @@ def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
         shapes, turned = shapes[1:], turned[1:]
     if len(shapes) < 2 or not shapes[0] or len(shapes[1]) != 2 or not math.prod(shapes[0]):
         return None
-    rows, last = math.prod(shapes[0][:-1]), shapes[0][-1]
+    *leading, last = shapes[0]
+    rows = math.prod(leading)
     if kernel.name == "gemm_wgrad":  # dy[rows, m], and x[rows, n] in FP8 maybe turned
-        return "nt", last, kernel.flops // (2 * rows * last) or shapes[1][-1], rows
+        n = kernel.flops // (2 * rows * last) or shapes[1][-1]
+        return "nt", last, n, rows
+    layout = "nt" if turned[0] else "nn"
     if kernel.name == "gemm":  # W as it is stored, [n, k] or [k, n]
         n = kernel.flops // (2 * rows * last)
-        return ("tn" if shapes[1] == (n, last) else "nt" if turned[0] else "nn"), rows, n, last
-    if turned[0] and turned[1]:
-        return None
-    layout = "nt" if turned[0] else "tn" if turned[1] else "nn"
+        if shapes[1] == (n, last):
+            layout = "tn"
+        return layout, rows, n, last
+    if turned[1]:
+        if turned[0]:  # no layout of the table
+            return None
+        layout = "tn"
     return layout, rows, shapes[1][-1], last
 
 
@@ -392,18 +433,20 @@ def read(name: str | os.PathLike[str]) -> OpTable:
     stored = machine.read(name, FOLDER, "an op table of ours", _StoredTable)
     fix = "write it again: benchmarks/tools/op_table.py"
     with foreign.reading(name, "an op table of ours", fix):
-        grids = {key: _grid(key, one) for key, one in stored.grids.items()}
+        grids = {key: _grid(key, grid) for key, grid in stored.grids.items()}
         kernels = {key: _rows(key, rows) for key, rows in stored.kernels.items()}
-        sustained = tuple(_sustained(one, grids) for one in stored.sustained)
+        sustained = tuple(_sustained(product, grids) for product in stored.sustained)
         return OpTable(stored.device, stored.source, grids, kernels, stored.options, sustained)
 
 
 def _grid(key: str, stored: _StoredGrid) -> _Grid:
     axes = tuple(np.log(np.asarray(axis, dtype=float)) for axis in stored.axes)
-    if not all((np.diff(axis) > 0).all() for axis in axes):
-        raise ValueError(f"the sizes of {key} do not ascend")
-    times = np.asarray([math.nan if ns is None else ns for ns in stored.ns])
-    return _Grid(axes, np.log(times.reshape([len(axis) for axis in axes])))
+    for axis in axes:
+        if not (np.diff(axis) > 0).all():
+            raise ValueError(f"the sizes of {key} do not ascend")
+    times = np.asarray(stored.ns, dtype=float)  # None is NaN
+    sizes = [len(axis) for axis in axes]
+    return _Grid(axes, np.log(times.reshape(sizes)))
 
 
 def _sustained(stored: _StoredSustained, grids: dict[str, _Grid]) -> tuple[np.ndarray, np.ndarray]:
@@ -414,9 +457,10 @@ def _sustained(stored: _StoredSustained, grids: dict[str, _Grid]) -> tuple[np.nd
     grid = grids.get("gemm tn bfloat16")
     if grid is not None and len(grid.axes) != len(stored.shape):
         raise ValueError(f"a sustained product has {len(stored.shape)} sides")
-    own = grid.at(stored.shape) if grid is not None else None
-    least = stored.ns or own or 1.0  # of the smallest share, whose clock is the highest
-    return shares, factors * least / (own or least)
+    ns_in_grid = grid.at(stored.shape) if grid is not None else None
+    # of the smallest share, whose clock is the highest
+    fastest_ns = stored.ns or ns_in_grid or 1.0
+    return shares, factors * fastest_ns / (ns_in_grid or fastest_ns)
 
 
 def _rows(key: str, rows: Sequence[tuple[float, float, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -472,21 +516,26 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     measured = ops["ns"] >= 0
     ns[compute[measured]] = ops["ns"][measured]
     source[compute[measured]] = MEASURED
-    rest, rows = compute[~measured], ops[~measured]
+    # segments of equal work are priced once
+    unmeasured, rows = compute[~measured], ops[~measured]
     columns = [rows[name].tolist() for name in ("note", "flops", "traffic", "kernels")]
+    works = list(zip(*columns, strict=True))
+    number_of = {work: number for number, work in enumerate(dict.fromkeys(works))}
+    number = np.array([number_of[work] for work in works], dtype=np.int64)
     table = table_of(machine)
-    keys = list(zip(*columns, strict=True))
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    which = np.array([numbers[key] for key in keys], dtype=np.int64)
-    known, unknown = [], []
-    for note, flops, traffic, kernels in numbers:
-        known.append(parts_of(program.strings[note], flops, traffic, kernels, machine, table))
-        unknown.append(max(flops, traffic) < 0 and not KERNEL.search(program.strings[note]))
-    slower = _slowdown([known[number] for number in which.tolist()], table)
-    priced = [_priced(one, slower) for one in known]
-    codes = [UNKNOWN if no else code for (_, code), no in zip(priced, unknown, strict=True)]
-    ns[rest] = np.array([took for took, _ in priced], dtype=np.int64)[which]
-    source[rest] = np.array(codes, dtype=np.uint8)[which]
+    parts, has_no_work = list[SegmentParts](), list[bool]()
+    for note, flops, traffic, kernels in number_of:
+        text = program.strings[note]
+        parts.append(parts_of(text, flops, traffic, kernels, machine, table))
+        has_no_work.append(max(flops, traffic) < 0 and not KERNEL.search(text))
+    slower = _slowdown([parts[index] for index in number.tolist()], table)
+    times, codes = list[int](), list[int]()
+    for segment, is_unknown in zip(parts, has_no_work, strict=True):
+        segment_ns, code = _priced(segment, slower)
+        times.append(segment_ns)
+        codes.append(UNKNOWN if is_unknown else code)
+    ns[unmeasured] = np.array(times, dtype=np.int64)[number]
+    source[unmeasured] = np.array(codes, dtype=np.uint8)[number]
     return ns, source
 
 
@@ -494,7 +543,7 @@ class SegmentParts(NamedTuple):
     """ns of a segment: products and other kernels by the table, and what is a roofline."""
 
     products: float
-    others: float
+    data_movers: float
     roof: int
 
 
@@ -502,12 +551,14 @@ def _slowdown(parts: list[SegmentParts], table: OpTable | None) -> float:
     """Factor of products under the power limit; it changes their share of the time, on which it
     depends.
     """
-    products, others = sum(p.products for p in parts), sum(p.others + p.roof for p in parts)
+    products = sum(segment.products for segment in parts)
+    remaining = sum(segment.data_movers + segment.roof for segment in parts)
     if table is None or not products:
         return 1.0
     factor = 1.0
     for _ in range(_ROUNDS):
-        factor = table.slowdown(factor * products / (factor * products + others))
+        slowed_products = factor * products
+        factor = table.slowdown(slowed_products / (slowed_products + remaining))
     return factor
 
 
@@ -517,10 +568,15 @@ _ROUNDS = 4  # the share hardly changes with the factor
 def _priced(parts: SegmentParts, slower: float) -> tuple[int, int]:
     """(ns, source)."""
     # exp and log differ in the last digit between processors: a half is a half on all of them
-    by_table = round(round(slower * parts.products + parts.others, 3))
-    share = parts.roof / max(1, by_table + parts.roof)
-    code = ROOFLINE if not by_table else MIXED if share > SLIGHT else OPS
-    return min(by_table + parts.roof, _MOST_NS), code
+    by_table = round(round(slower * parts.products + parts.data_movers, 3))
+    total = by_table + parts.roof
+    if not by_table:
+        code = ROOFLINE
+    elif parts.roof / max(1, total) > SLIGHT:
+        code = MIXED
+    else:
+        code = OPS
+    return min(total, _MOST_NS), code
 
 
 def table_of(machine: Machine) -> OpTable | None:
@@ -535,26 +591,30 @@ def parts_of(
     note: str, flops: int, traffic: int, kernels: int, machine: Machine, table: OpTable | None
 ) -> SegmentParts:
     """One segment by its kernels; what they leave of its flops and bytes is one more."""
-    flops, traffic = max(0, flops), max(0, traffic)
-    products, others, roof, kernels = 0.0, 0.0, 0, max(1, kernels)
+    flops_left, traffic_left, kernels_left = max(0, flops), max(0, traffic), max(1, kernels)
+    products = data_movers = 0.0
+    roof = 0
     for match in KERNEL.finditer(note):
-        count, name = int(match["count"] or 1), match["name"].strip()
-        own = int(match["flops"]), int(match["bytes"])
-        kernel = MeasuredKernel.parse(name, match["shapes"], match["dtype"], *own)
-        one = table.ns(kernel) if table is not None else None
-        if one is None:
+        count = int(match["count"] or 1)
+        name = match["name"].strip()
+        kernel_flops, kernel_bytes = int(match["flops"]), int(match["bytes"])
+        kernel = MeasuredKernel.parse(
+            name, match["shapes"], match["dtype"], kernel_flops, kernel_bytes
+        )
+        kernel_ns = table.ns(kernel) if table is not None else None
+        if kernel_ns is None:
             roof += count * (machine.kernel_ns + _roofline(kernel, machine))
         elif name in PRODUCTS:
-            products += count * one
+            products += count * kernel_ns
         else:
-            others += count * one
-        flops -= count * own[0]
-        traffic -= count * own[1]
-        kernels -= count
-    if kernels > 0:
-        rest = MeasuredKernel("", (), (), "bfloat16", max(0, flops), max(0, traffic))
-        roof += kernels * machine.kernel_ns + _roofline(rest, machine)
-    return SegmentParts(products, others, roof)
+            data_movers += count * kernel_ns
+        flops_left -= count * kernel_flops
+        traffic_left -= count * kernel_bytes
+        kernels_left -= count
+    if kernels_left > 0:
+        unnamed = MeasuredKernel("", (), (), "bfloat16", max(0, flops_left), max(0, traffic_left))
+        roof += kernels_left * machine.kernel_ns + _roofline(unnamed, machine)
+    return SegmentParts(products, data_movers, roof)
 
 
 _LISTS = ("multi_tensor_l2norm",)  # one kernel, however many tensors
@@ -572,29 +632,43 @@ def scaled_kernels(note: str, factor: Fraction, most: int = 0) -> tuple[str, int
     Returns:
         (the note; how many bytes and kernels more there are)
     """
-    more = [0, 0]
+    added_bytes = added_kernels = 0
 
     def scaled(match: re.Match[str]) -> str:
-        count, one = int(match["count"] or 1), int(match["bytes"])
-        scalar, name = one <= _SCALARS, match["name"].strip()
-        if name in _WHOLE or scalar and count < 3:  # of a step, not of each parameter
+        nonlocal added_bytes, added_kernels
+        name = match["name"].strip()
+        count = int(match["count"] or 1)
+        num_bytes = int(match["bytes"])
+        is_scalar = num_bytes <= _SCALARS
+        if name in _WHOLE or is_scalar and count < 3:  # of a step, not of each parameter
             return match[0]
-        wanted = max(1, round(count * factor))
-        now = count if name in _LISTS or count == 1 else min(wanted, max(count, most or wanted))
-        size = one if scalar else max(1, round(one * count * factor / now))
-        more[0] += now * size - count * one
-        more[1] += now - count
-        shapes = ",".join(_scaled_shape(text, size / one) for text in match["shapes"].split(","))
-        flops = round(int(match["flops"]) * size / one)
-        text = f"{match['name']}({shapes}){match['dtype']}:{flops}:{size}"
-        return f"{text}*{now}" if now > 1 else text
+        new_count = count
+        if name not in _LISTS and count > 1:
+            wanted = max(1, round(count * factor))
+            new_count = min(wanted, max(count, most or wanted))
+        new_bytes = num_bytes
+        if not is_scalar:
+            new_bytes = max(1, round(num_bytes * count * factor / new_count))
+        added_bytes += new_count * new_bytes - count * num_bytes
+        added_kernels += new_count - count
+        growth = new_bytes / num_bytes
+        shapes = ",".join(_scaled_shape(text, growth) for text in match["shapes"].split(","))
+        flops = round(int(match["flops"]) * new_bytes / num_bytes)
+        text = f"{match['name']}({shapes}){match['dtype']}:{flops}:{new_bytes}"
+        if new_count > 1:
+            text += f"*{new_count}"
+        return text
 
-    return KERNEL.sub(scaled, note), more[0], more[1]
+    new_note = KERNEL.sub(scaled, note)
+    return new_note, added_bytes, added_kernels
 
 
 def _scaled_shape(text: str, factor: float) -> str:
-    first, rest = re.match(r"(\d*)(.*)", text).groups()  # type: ignore[union-attr] # it may be ""
-    return f"{max(1, round(int(first) * factor))}{rest}" if first not in ("", "1") else text
+    """A shape whose first dimension is ``factor`` times as long; one of 1 stays."""
+    first, remainder = re.match(r"(\d*)(.*)", text).groups()  # type: ignore[union-attr] # maybe ""
+    if first in ("", "1"):
+        return text
+    return f"{max(1, round(int(first) * factor))}{remainder}"
 
 
 # of bf16 where a machine does not say: half on the data sheets of A100, H100 and B200; outside
@@ -639,7 +713,11 @@ def _roofline(kernel: MeasuredKernel, machine: Machine) -> int:
     flops = float(kernel.flops)
     if name in ("attention", "attention_backward") and kernel.shapes and kernel.shapes[0]:
         queries = max(_QUERIES, math.prod(kernel.shapes[0][:-1]))
-        longest = flops * _QUERIES / queries * (2 if _causal_length(kernel) else 1)
-        longest = min(longest, flops) * _MULTIPROCESSORS[machine.generation]
+        times_mean = 2 if _causal_length(kernel) else 1
+        longest_block = min(flops * _QUERIES / queries * times_mean, flops)
+        # flops of all multiprocessors in the time of the longest block
+        longest = longest_block * _MULTIPROCESSORS[machine.generation]
         flops = max(longest, flops + longest / 2)
-    return round(1e9 * max(flops / rate, kernel.bytes / machine.memory_rate))
+    compute_s = flops / rate
+    memory_s = kernel.bytes / machine.memory_rate
+    return round(1e9 * max(compute_s, memory_s))
