@@ -6,7 +6,6 @@ variables to run the script with, and those that nobody can know but the user.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import shlex
@@ -22,7 +21,7 @@ _DIRECTIVE = re.compile(
     r"^#\s?(SBATCH|PBS|BSUB|PJM|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE
 )
 _PBS = re.compile(r"(?<![-\w])(?:select|nodes|rt_\w+)=(\d+)((?::\w+=\w+)*)")
-_PJM = {"node": "nodes", "proc": "ranks", "max-proc-per-node": "each", "gpu": "gpus"}
+_PJM = {"node": "nodes", "proc": "ranks", "max-proc-per-node": "per_host", "gpu": "gpus"}
 _PJM_COUNT = re.compile(rf"(?<![-\w])({'|'.join(_PJM)})=(\d+)")
 READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
 HERE = {  # where a job is, which the script may ask without any effect on its size
@@ -69,46 +68,61 @@ _SIZES = re.compile(  # variables that say how large the job is
 class Allocation:
     """Hosts, tasks in all and on each host, GPUs of each; None where nobody says.
 
-    said : what says so, ``#SBATCH --nodes=4``
+    source : what says so, ``#SBATCH --nodes=4``
     """
 
     nodes: int | None = None
     ranks: int | None = None
-    each: int | None = None
+    per_host: int | None = None
     gpus: int | None = None
-    said: str = ""
+    source: str = ""
 
 
 def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
     """That of a script's directives; ``words`` are the options of sbatch or qsub, which win."""
-    found, sources = dict[str, int](), list[str]()
+    counts, sources = dict[str, int](), list[str]()
     for kind, line in [*_DIRECTIVE.findall(text), ("", shlex.join(words))]:
-        before = f"#{kind} " if kind else ""
-        if kind == "PJM":
-            counts = {_PJM[key]: int(value) for key, value in _PJM_COUNT.findall(line)}
-            found |= counts
-            sources += [before + line] if counts else []
-            continue
-        if resources := _PBS.search(line):
-            more = {key: int(value) for key, value in re.findall(r":(\w+)=(\d+)", resources[2])}
-            gpus = more.get("ngpus", more.get("gpus"))
-            each = more.get("mpiprocs") or more.get("ppn") or more.get("ngpus")
-            asked = {"nodes": int(resources[1]), "each": each, "gpus": gpus}
-            found |= {key: value for key, value in asked.items() if value}
-            sources.append(before + resources[0])
-            continue
-        with contextlib.suppress(ValueError):  # an open quote
-            options, _ = split_options(BATCH, shlex.split(line))
-            counted, said, _ = numbers(BATCH, options, {})
-            found |= counted
-            sources += [before + one.replace(" ", "=") for one in said.values()]
-    nodes, ranks, each = (found.get(what) for what in ("nodes", "ranks", "each"))
-    gpus = found.get("gpus") or found.get("all_gpus", 0) // (nodes or 1) or None
+        counts_of_line, sources_of_line = _read_directive(kind, line)
+        counts |= counts_of_line
+        prefix = f"#{kind} " if kind else ""
+        sources += [prefix + source for source in sources_of_line]
+    nodes, ranks, per_host = counts.get("nodes"), counts.get("ranks"), counts.get("per_host")
+    gpus = counts.get("gpus") or counts.get("all_gpus", 0) // (nodes or 1) or None
     if ranks is None and nodes:
-        ranks = nodes * (each or 1)  # of SLURM: a task on each node
-    if nodes is None and ranks and each:
-        nodes = -(-ranks // each)
-    return Allocation(nodes, ranks, each, gpus, ", ".join(dict.fromkeys(sources)))
+        ranks = nodes * (per_host or 1)  # of SLURM: a task on each node
+    if nodes is None and ranks and per_host:
+        nodes = -(-ranks // per_host)
+    return Allocation(nodes, ranks, per_host, gpus, ", ".join(dict.fromkeys(sources)))
+
+
+def _read_directive(kind: str, line: str) -> tuple[dict[str, int], list[str]]:
+    """({quantity: how many}, words that say so) of one directive of a scheduler ``kind``."""
+    if kind == "PJM":
+        counts = {_PJM[key]: int(value) for key, value in _PJM_COUNT.findall(line)}
+        return counts, [line] if counts else []
+    resources = _PBS.search(line)
+    if resources:
+        return _pbs_counts(resources), [resources[0]]
+    try:
+        options, _ = split_options(BATCH, shlex.split(line))
+    except ValueError:  # an open quote
+        return {}, []
+    counts, sources, _ = numbers(BATCH, options, {})
+    return counts, [source.replace(" ", "=") for source in sources.values()]
+
+
+def _pbs_counts(resources: re.Match[str]) -> dict[str, int]:
+    """What ``select=4:ngpus=8:mpiprocs=8`` asks for."""
+    fields = {key: int(value) for key, value in re.findall(r":(\w+)=(\d+)", resources[2])}
+    counts = {"nodes": int(resources[1])}
+    # processes on a host; where nobody says them, one for each GPU
+    per_host = fields.get("mpiprocs") or fields.get("ppn") or fields.get("ngpus")
+    if per_host:
+        counts["per_host"] = per_host
+    gpus = fields.get("ngpus", fields.get("gpus"))
+    if gpus:
+        counts["gpus"] = gpus
+    return {quantity: count for quantity, count in counts.items() if count}
 
 
 def exported(words: Sequence[str]) -> dict[str, str]:
@@ -130,53 +144,69 @@ def manifest_job(text: str) -> tuple[list[str], Allocation, dict[str, str]]:
     try:
         jobs = list(yaml.safe_load_all(text))
         nodes, container = next(_containers(jobs, 1))
-        command = [str(one) for key in ("command", "args") for one in container.get(key, ())]
+        command = [
+            str(word) for word in (*container.get("command", ()), *container.get("args", ()))
+        ]
         if "entrypoint" in container:
             command = ["bash", "-c", str(container["entrypoint"])]
         settings = {
-            one["name"]: str(one["value"]) for one in container.get("env", ()) if "value" in one
+            variable["name"]: str(variable["value"])
+            for variable in container.get("env", ())
+            if "value" in variable
         }
-        each, gpus = (next(_numbers(jobs, names), None) for names in (_EACH, _GPUS))
+        per_host = next(_numbers(jobs, _PER_HOST), None)
+        gpus = next(_numbers(jobs, _GPUS), None)
     except (yaml.YAMLError, StopIteration, LookupError, TypeError, ValueError) as error:
-        what = "the manifest has no job whose command is known"
-        raise UsageError(what, fix="its container's command: prism … torchrun …") from error
-    settings |= {"PET_NNODES": str(nodes), "WORLD_SIZE": str(nodes * (each or 1))}
-    settings |= {"PET_NPROC_PER_NODE": str(each)} if each else {}
-    ranks = nodes * each if each else None
-    return command, Allocation(nodes, ranks, each, gpus, f"{nodes} replicas"), settings
+        raise UsageError(
+            "the manifest has no job whose command is known",
+            fix="its container's command: prism … torchrun …",
+        ) from error
+    settings["PET_NNODES"] = str(nodes)
+    settings["WORLD_SIZE"] = str(nodes * (per_host or 1))
+    ranks = None
+    if per_host:
+        settings["PET_NPROC_PER_NODE"] = str(per_host)
+        ranks = nodes * per_host
+    return command, Allocation(nodes, ranks, per_host, gpus, f"{nodes} replicas"), settings
 
 
 _REPLICAS = ("replicas", "parallelism", "numNodes")  # fields that say how often a template runs
-_EACH = ("nprocPerNode", "numProcPerNode", "slotsPerWorker")
+_PER_HOST = ("nprocPerNode", "numProcPerNode", "slotsPerWorker")
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu")
 
 
 def _containers(node: Any, nodes: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """(how many there are, container) of all that have a command."""
     if isinstance(node, list):
-        for one in node:
-            yield from _containers(one, nodes)
-    elif isinstance(node, dict):
-        if {"command", "args", "entrypoint"} & node.keys():
-            yield nodes * int(node.get("numNodes", 1)), node
-        for name, below in node.items():
-            if name.endswith("ReplicaSpecs"):  # by role; the launcher of MPI is none of the nodes
-                roles = [one for role, one in below.items() if role != "Launcher"]
-                count = sum(int(one.get("replicas", 1)) for one in roles)
-                specs = [one.get("template") for one in below.values()]
-                yield from _containers(specs, nodes * count)
-            else:
-                times = [int(node[key]) for key in _REPLICAS if key in node]
-                yield from _containers(below, nodes * math.prod(times))
+        for item in node:
+            yield from _containers(item, nodes)
+    if not isinstance(node, dict):
+        return
+    if {"command", "args", "entrypoint"} & node.keys():
+        yield nodes * int(node.get("numNodes", 1)), node
+    for name, value in node.items():
+        if name.endswith("ReplicaSpecs"):  # by role; the launcher of MPI is none of the nodes
+            replicas = 0
+            for role, spec in value.items():
+                if role != "Launcher":
+                    replicas += int(spec.get("replicas", 1))
+            templates = [spec.get("template") for spec in value.values()]
+            yield from _containers(templates, nodes * replicas)
+        else:
+            repeats = [int(node[key]) for key in _REPLICAS if key in node]
+            yield from _containers(value, nodes * math.prod(repeats))
 
 
 def _numbers(node: Any, names: Collection[str]) -> Iterator[int]:
     """The numbers in fields of one of ``names``."""
-    if isinstance(node, list | dict):
-        for name, below in node.items() if isinstance(node, dict) else enumerate(node):
-            if name in names and str(below).isdigit():
-                yield int(below)
-            yield from _numbers(below, names)
+    if isinstance(node, list):
+        for item in node:
+            yield from _numbers(item, names)
+    elif isinstance(node, dict):
+        for name, value in node.items():
+            if name in names and str(value).isdigit():
+                yield int(value)
+            yield from _numbers(value, names)
 
 
 def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]:
@@ -187,29 +217,29 @@ def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]
         hosts_file: a file that names them, one a line.
         folder: where the job was submitted.
     """
-    hosts = ",".join(hosts_of(alloc))
-    made = dict(HERE)
-    made |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), hosts)
-    made |= dict.fromkeys(("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "LS_SUBCWD"), folder)
-    made |= dict.fromkeys(
-        ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "SGE_JOB_HOSTLIST", "PJM_O_NODEINF"), hosts_file
-    )
-    made |= {"LSB_HOSTS": hosts.replace(",", " ")}
+    hosts = hosts_of(alloc)
+    settings = dict(HERE)
+    for name in ("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "LS_SUBCWD"):
+        settings[name] = folder
+    for name in ("LSB_DJOB_HOSTFILE", "SGE_JOB_HOSTLIST", "PJM_O_NODEINF"):
+        settings[name] = hosts_file
+    if alloc.nodes is not None:  # else the user is asked for them
+        settings["SLURM_JOB_NODELIST"] = settings["SLURM_NODELIST"] = ",".join(hosts)
+        settings["LSB_HOSTS"] = " ".join(hosts)
+        settings["PBS_NODEFILE"] = hosts_file
     counts = {
         "SLURM_NNODES SLURM_JOB_NUM_NODES PBS_NUM_NODES NHOSTS PJM_NODE": alloc.nodes,
         "SLURM_NTASKS SLURM_NPROCS PBS_NP PJM_MPI_PROC": alloc.ranks,
-        "SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE PBS_NUM_PPN": alloc.each,
+        "SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE PBS_NUM_PPN": alloc.per_host,
         "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE": alloc.gpus,
         "SLURM_GPUS": (alloc.gpus or 0) * (alloc.nodes or 1) or None,
     }
     for names, count in counts.items():
-        made |= dict.fromkeys(names.split(), str(count)) if count is not None else {}
+        if count is not None:
+            settings |= dict.fromkeys(names.split(), str(count))
     if alloc.gpus:
-        made["SLURM_JOB_GPUS"] = ",".join(map(str, range(alloc.gpus)))
-    if alloc.nodes is None:  # asked for
-        for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "PBS_NODEFILE", "LSB_HOSTS"):
-            del made[name]
-    return made
+        settings["SLURM_JOB_GPUS"] = ",".join(map(str, range(alloc.gpus)))
+    return settings
 
 
 def hosts_of(alloc: Allocation) -> list[str]:
@@ -222,10 +252,16 @@ def sourced(text: str, folder: Path) -> str:
     that of the script, or below here.
     """
     words = re.findall(r"(?:^|[\s;&])(?:source|\.)\s+(.+?)(?=\s*(?:$|[;&|]))", text, re.MULTILINE)
-    names = [re.sub(r".*[)}]/|[\"']", "", word) for word in words]  # "$(dirname "$0")/job.env"
-    names = [name for name in names if re.fullmatch(r"[\w./-]{1,200}", name)]
-    files = (Path(place, name) for name in names for place in (folder, "."))
-    return "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
+    texts = list[str]()
+    for word in words:
+        name = re.sub(r".*[)}]/|[\"']", "", word)  # "$(dirname "$0")/job.env"
+        if not re.fullmatch(r"[\w./-]{1,200}", name):
+            continue
+        for place in (folder, Path(".")):
+            file = place / name
+            if file.is_file():
+                texts.append(file.read_text(errors="replace"))
+    return "\n".join(texts)
 
 
 def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str]:
@@ -233,13 +269,13 @@ def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str
     (files that it sources) nor ``known`` sets.
     """
     without_comments = re.sub(r"(^|\s)#.*", "", text)
-    every = f"{without_comments}\n{settings}"
-    sets = set(re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", every))
-    sets |= {
-        name
-        for line in re.findall(r"\bread\b([^\n;|]*)", without_comments)
-        for name in line.split()
-    }
-    sets |= {name for name, default in READ.findall(text) if default}
+    settled = set(known)
+    assigned = re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", f"{without_comments}\n{settings}")
+    settled.update(assigned)
+    for names in re.findall(r"\bread\b([^\n;|]*)", without_comments):
+        settled.update(names.split())
+    for name, default in READ.findall(text):
+        if default:
+            settled.add(name)
     read = dict.fromkeys(name for name, _ in READ.findall(without_comments))
-    return [name for name in read if _SIZES.match(name) and name not in sets and name not in known]
+    return [name for name in read if _SIZES.match(name) and name not in settled]

@@ -284,8 +284,8 @@ def _lines_about(
     for name in sorted(read & set(known)):
         if known[name].isdigit() and name not in batch_script.HERE:
             sources.append(f"{name}={known[name]}")
-    if sources and script.allocation.said:
-        lines.append(f"{', '.join(sources)}: {script.allocation.said}")
+    if sources and script.allocation.source:
+        lines.append(f"{', '.join(sources)}: {script.allocation.source}")
 
     # commands that did not run
     for shown_kind, beginning in _NOTES_SHOWN.items():

@@ -359,7 +359,7 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
 )
 def test_directives_of_schedulers(directives, words, expected):
     found = batch_script.allocation(directives, shlex.split(words))
-    assert (found.nodes, found.ranks, found.each, found.gpus) == expected
+    assert (found.nodes, found.ranks, found.per_host, found.gpus) == expected
 
 
 @pytest.mark.parametrize(
