@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,32 +73,36 @@ def times(
     leave it; UsageError if they leave none.
     """
     if settings:
-        found = times(name, size, per_node, num_bytes, _with_channels(machine, settings))
-        left = {way: ns for way, ns in found.items() if settings.allows(name, *way)}
-        if not left:  # NCCL ends the job
-            fix = "let Ring, which every call has: nccl=NCCL_ALGO=Ring nccl=NCCL_PROTO=Simple"
-            raise UsageError(f"{settings} leaves no way for {name}", fix=fix)
-        return left
+        all_times = times(name, size, per_node, num_bytes, _with_channels(machine, settings))
+        allowed = {path: ns for path, ns in all_times.items() if settings.allows(name, *path)}
+        if not allowed:  # NCCL ends the job
+            raise UsageError(
+                f"{settings} leaves no way for {name}",
+                fix="let Ring, which every call has: nccl=NCCL_ALGO=Ring nccl=NCCL_PROTO=Simple",
+            )
+        return allowed
     nodes = -(-size // per_node)
     call = _Call(name, size, nodes, min(per_node, size), num_bytes, machine)
     if name in ("send", "recv", "all_to_all", "gather", "scatter"):
         return call.messages()
-    found = call.ring()
-    if name == "all_reduce" or name == "barrier":
-        found |= call.tree() | call.nvls()
+    if name in ("all_reduce", "barrier"):
+        return call.ring() | call.tree() | call.nvls()
     if name in ("all_gather", "reduce_scatter") and nodes == size:
-        found |= call.pat()
-    return found
+        return call.ring() | call.pat()
+    return call.ring()
 
 
 def _with_channels(machine: Machine, settings: NcclSettings) -> Machine:
     """A machine on which fewer channels than usual reach as much less."""
-    most = settings.channels[1]
-    if most is None:
+    _, most_channels = settings.channels
+    if most_channels is None:
         return machine
-    link, nvls = (min(1.0, most / usual) for usual in (_USUAL, _USUAL_NVLS))
+    link_share = min(1.0, most_channels / _USUAL)
+    nvls_share = min(1.0, most_channels / _USUAL_NVLS)
     return dataclasses.replace(
-        machine, link_rate=machine.link_rate * link, nvls_rate=machine.nvls_rate * nvls
+        machine,
+        link_rate=machine.link_rate * link_share,
+        nvls_rate=machine.nvls_rate * nvls_share,
     )
 
 
@@ -107,54 +112,71 @@ class _Call:
     def __init__(
         self, name: str, size: int, nodes: int, per_node: int, num_bytes: int, machine: Machine
     ) -> None:
-        self.name, self.size, self.nodes, self.per_node = name, size, nodes, per_node
-        self.bytes, self.machine = num_bytes, machine
-        across = per_node * machine.network_rate
-        self.bus = machine.link_rate if nodes == 1 else min(machine.link_rate, across)
-        inside = _LL_RATE[machine.generation]
-        self.most_ll = inside if nodes == 1 else _LL_RATE_NODES[min(nodes, 3) - 2]
+        self.name = name
+        self.size = size
+        self.nodes = nodes
+        self.per_node = per_node
+        self.bytes = num_bytes
+        self.machine = machine
         self.inside = _HOP[machine.link]
+        if nodes == 1:
+            self.bus = machine.link_rate
+            self.most_ll = _LL_RATE[machine.generation]
+        else:
+            self.bus = min(machine.link_rate, per_node * machine.network_rate)
+            self.most_ll = _LL_RATE_NODES[min(nodes, 3) - 2]  # two nodes, or more
 
     def ring(self) -> dict[tuple[str, str], float]:
         """Rings: every rank passes on (n - 1) / n of the message, an all-reduce twice."""
         rates = (min(self.most_ll, self.bus / 2), self.bus * 0.92, self.bus)
-        twice = 2 if self.name in ("all_reduce", "barrier") else 1
-        rooted = self.name in ("broadcast", "reduce")
-        wire = self.bytes * (1.0 if rooted else twice * (self.size - 1) / self.size)
-        found = {}
+        rounds = 2 if self.name in ("all_reduce", "barrier") else 1
+        has_root = self.name in ("broadcast", "reduce")
+        share = 1.0
+        if not has_root:
+            share = rounds * (self.size - 1) / self.size
+        wire_bytes = self.bytes * share
+        has_plateau = self.nodes > 1 and rounds == 2
+        has_plateau = has_plateau and self.bytes >= 64 * _CHANNELS * self.size
+        ns = dict[tuple[str, str], float]()
         for p, protocol in enumerate(_PROTOCOLS):
-            inside, between = self.inside["ring"][p], _HOP["network"]["ring"][p]
-            if self.nodes > 1:
-                inside = max(inside, _POST * (3 if protocol == SIMPLE else 1))
-                if self.per_node == 1:  # nothing hides them
-                    between = _HOP["network"]["tree"][p]
-            if rooted:  # one hop; the others follow in a pipeline
-                latency = inside if self.nodes == 1 else between
-            else:
-                crossings = twice * (self.nodes - 1)
-                latency = (twice * (self.size - 1) - crossings) * inside + crossings * between
-            latency += _BASE["ring"][p]
-            large = self.bytes >= 64 * _CHANNELS * self.size
-            if protocol == SIMPLE and self.nodes > 1 and twice == 2 and large:
-                latency *= 1.4  # NCCL: the plateau of rings
-            found["ring", protocol] = latency * US + wire / rates[p] * 1e9
-        return found
+            latency_us = self._ring_hops(p, rounds, has_root)
+            latency_us += _BASE["ring"][p]
+            if protocol == SIMPLE and has_plateau:
+                latency_us *= 1.4  # NCCL: the plateau of rings
+            ns["ring", protocol] = latency_us * US + wire_bytes / rates[p] * 1e9
+        return ns
+
+    def _ring_hops(self, p: int, rounds: int, has_root: bool) -> float:
+        """us of all hops that follow each other, with protocol ``p``."""
+        inside = self.inside["ring"][p]
+        between = _HOP["network"]["ring"][p]
+        if self.nodes > 1:
+            posts = 3 if _PROTOCOLS[p] == SIMPLE else 1
+            inside = max(inside, _POST * posts)
+            if self.per_node == 1:  # no hop inside a node hides them
+                between = _HOP["network"]["tree"][p]
+        if has_root:  # one hop; the others follow in a pipeline
+            return inside if self.nodes == 1 else between
+        crossings = rounds * (self.nodes - 1)
+        hops = rounds * (self.size - 1)
+        return (hops - crossings) * inside + crossings * between
 
     def tree(self) -> dict[tuple[str, str], float]:
         """Trees between nodes, chains inside: an all-reduce goes up and down."""
         bus = 0.92 * self.bus
-        rates = (min(bus / 3.8, self.most_ll), bus * (7 / 9 if self.nodes == 1 else 120 / 128), bus)
-        middle = (self.bytes >> 6).bit_length() - 1
-        found = {}
+        ll128_share = 7 / 9 if self.nodes == 1 else 120 / 128
+        rates = (min(bus / 3.8, self.most_ll), bus * ll128_share, bus)
+        size_class = (self.bytes >> 6).bit_length() - 1
+        ns = dict[tuple[str, str], float]()
         for p, protocol in enumerate(_PROTOCOLS):
             rate = rates[p] * 0.5
-            if 0 <= middle < len(_TREE_MIDDLE[p]):
-                rate *= _TREE_MIDDLE[p][middle]
-            hops = (self.size // self.nodes - 1) * self.inside["tree"][p]
-            hops += _log2(self.nodes) * _HOP["network"]["tree"][p]
-            latency = _BASE["tree"][p] + 2 * hops
-            found["tree", protocol] = latency * US + self.bytes / rate * 1e9
-        return found
+            if 0 <= size_class < len(_TREE_MIDDLE[p]):
+                rate *= _TREE_MIDDLE[p][size_class]
+            hops_us = (self.size // self.nodes - 1) * self.inside["tree"][p]
+            hops_us += _log2(self.nodes) * _HOP["network"]["tree"][p]
+            latency_us = _BASE["tree"][p] + 2 * hops_us
+            ns["tree", protocol] = latency_us * US + self.bytes / rate * 1e9
+        return ns
 
     def nvls(self) -> dict[tuple[str, str], float]:
         """Sums in the NVLink switch, and trees between nodes; none if the machine has none."""
@@ -176,23 +198,29 @@ class _Call:
 
     def messages(self) -> dict[tuple[str, str], float]:
         """Sends and receives, all at once."""
-        machine, pair = self.machine, self.name in ("send", "recv")
-        share = self.bytes if pair else self.bytes / self.size
-        away = (1 if self.nodes > 1 else 0) if pair else self.size - self.per_node
-        near = (1 - away) if pair else self.per_node - 1
-        found = {}
+        machine = self.machine
+        if self.name in ("send", "recv"):  # one peer
+            message_bytes: float = self.bytes
+            peers_away = 1 if self.nodes > 1 else 0
+            peers_near = 1 - peers_away
+        else:  # a message to each peer
+            message_bytes = self.bytes / self.size
+            peers_away = self.size - self.per_node
+            peers_near = self.per_node - 1
+        ns = dict[tuple[str, str], float]()
         for p, protocol in ((0, LL), (2, SIMPLE)):
-            slower = 2 if protocol == LL else 1
-            network = _HOP["network"]["ring"][p]
-            latency = _BASE["ring"][p] + (network if away else self.inside["ring"][p])
-            near_rate = machine.link_rate / slower
+            flags = 2 if protocol == LL else 1  # LL sends a flag with every word
+            hop = _HOP["network"]["ring"][p] if peers_away else self.inside["ring"][p]
+            latency_us = _BASE["ring"][p] + hop
+            near_rate = machine.link_rate / flags
             if protocol == LL:
                 near_rate = min(near_rate, _LL_RATE[machine.generation])
-            longest = near * share / near_rate
-            if away:
-                longest = max(longest, away * share * slower / machine.network_rate)
-            found["messages", protocol] = latency * US + longest * 1e9
-        return found
+            longest_s = peers_near * message_bytes / near_rate
+            if peers_away:
+                away_s = peers_away * message_bytes * flags / machine.network_rate
+                longest_s = max(longest_s, away_s)
+            ns["messages", protocol] = latency_us * US + longest_s * 1e9
+        return ns
 
 
 def _log2(number: int) -> int:
@@ -230,13 +258,16 @@ class OverlapFactors:
         """(of computing, of the call), between two measured sizes by ratio, beyond them those of
         the nearest; of a kind that was not measured those of another (attention: of products).
         """
-        known = self.points.get(kind) or next(iter(self.points.values()))
-        at = bisect.bisect_left(known, (num_bytes,))
-        low, high = known[max(0, at - 1)], known[min(at, len(known) - 1)]
-        part = 0.0 if low == high else math.log(num_bytes / low[0]) / math.log(high[0] / low[0])
-        found = (a + part * (b - a) for a, b in zip(low[1:], high[1:], strict=True))
-        compute, call = (max(1.0, factor) for factor in found)
-        return compute, call
+        points = self.points.get(kind) or next(iter(self.points.values()))
+        place = bisect.bisect_left(points, (num_bytes,))
+        low_bytes, low_compute, low_call = points[max(0, place - 1)]
+        high_bytes, high_compute, high_call = points[min(place, len(points) - 1)]
+        part = 0.0
+        if low_bytes != high_bytes:
+            part = math.log(num_bytes / low_bytes) / math.log(high_bytes / low_bytes)
+        compute = low_compute + part * (high_compute - low_compute)
+        call = low_call + part * (high_call - low_call)
+        return max(1.0, compute), max(1.0, call)
 
 
 def read_overlap(rows: Iterable[OverlapRow]) -> dict[str, OverlapFactors]:
@@ -247,25 +278,24 @@ def read_overlap(rows: Iterable[OverlapRow]) -> dict[str, OverlapFactors]:
     A factor below 1 is noise and counts as 1, and one of few rounds is left out: in the others
     computing did not outlast the call.  ValueError for two rows of the same call.
     """
-    found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
-    known = list(rows)
-    enough = _ROUNDS * max((row.rounds or 0 for row in known), default=0)
-    for row in known:
-        if (enough if row.rounds is None else row.rounds) < enough:
+    rows = list(rows)
+    most_rounds = max((row.rounds or 0 for row in rows), default=0)
+    enough = _ROUNDS * most_rounds
+    # (collective, kind of computing) -> bytes -> (factor of computing, of the call)
+    factors = defaultdict[tuple[str, str], dict[int, tuple[float, float]]](dict)
+    for row in rows:
+        if row.rounds is not None and row.rounds < enough:
             continue
-        pair, sizes = (row.compute, row.call), found.setdefault(row.op, {}).setdefault(row.kind, {})
-        if sizes.setdefault(row.bytes, pair) != pair:
-            what = f"{row.op} of {row.bytes} bytes beside {row.kind}"
-            raise ValueError(f"it contradicts itself: {what} has two pairs of factors")
-    return {
-        name: OverlapFactors(
-            {
-                kind: tuple((size, *pair) for size, pair in sorted(sizes.items()))
-                for kind, sizes in kinds.items()
-            }
-        )
-        for name, kinds in found.items()
-    }
+        pair = (row.compute, row.call)
+        if factors[row.op, row.kind].setdefault(row.bytes, pair) != pair:
+            raise ValueError(
+                f"it contradicts itself: {row.op} of {row.bytes} bytes beside {row.kind} "
+                "has two pairs of factors"
+            )
+    points = defaultdict[str, dict[str, tuple[tuple[int, float, float], ...]]](dict)
+    for (name, kind), pairs in factors.items():
+        points[name][kind] = tuple((size, *pair) for size, pair in sorted(pairs.items()))
+    return {name: OverlapFactors(by_kind) for name, by_kind in points.items()}
 
 
 @dataclass(frozen=True)
@@ -309,10 +339,12 @@ class Calibration:
         measured the median of the others.
         """
         key = "message" if name in ("send", "recv") else name, asynchronous
-        for table in (self.again, self.host) if again else (self.host,):
-            if table:
-                return table.get(key) or round(statistics.median(table.values()))
-        return default
+        table = self.host
+        if again and self.again:
+            table = self.again
+        if not table:
+            return default
+        return table.get(key) or round(statistics.median(table.values()))
 
     def look_up(
         self, name: str, size: int, num_bytes: int, per_node: int | None = None
@@ -323,17 +355,19 @@ class Calibration:
 
         Below the smallest size its time, above the largest the rate of the last two.
         """
-        points = self.points.get(
-            ("send" if name == "recv" else name, size, size if per_node is None else per_node)
-        )
+        measured_name = "send" if name == "recv" else name
+        ranks_per_node = size if per_node is None else per_node
+        points = self.points.get((measured_name, size, ranks_per_node))
         if not points:
             return None
         place = bisect.bisect_left(points, (num_bytes, 0))
         if place == 0 or len(points) == 1:
             return points[0][1]
-        low, high = points[place - 1 : place + 1] if place < len(points) else points[-2:]
-        slope = (high[1] - low[1]) / (high[0] - low[0])
-        return max(1, round(low[1] + slope * (num_bytes - low[0])))
+        place = min(place, len(points) - 1)
+        low_bytes, low_ns = points[place - 1]
+        high_bytes, high_ns = points[place]
+        slope = (high_ns - low_ns) / (high_bytes - low_bytes)
+        return max(1, round(low_ns + slope * (num_bytes - low_bytes)))
 
 
 _Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 50)]  # bytes or ns; more is no measurement
@@ -390,23 +424,36 @@ def stored(path: str | os.PathLike[str]) -> StoredCalibration:
 
 def read_calibration(path: str | os.PathLike[str]) -> Calibration:
     """What ``prism calibrate`` wrote.  UsageError for anything else."""
-    found = stored(path)
+    rows = stored(path)
     with foreign.reading(path, "a calibration of ours", "write it again: prism calibrate"):
-        points: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
-        for row in found.collectives:
-            points.setdefault((row.op, row.ranks, row.of_node), []).append((row.bytes, row.ns))
-        table = {key: tuple(sorted(set(values))) for key, values in points.items()}
-        for (name, size, _), values in table.items():
-            for (one, ns), (other, more) in itertools.pairwise(values):
-                if one == other:
-                    what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
-                    raise ValueError(f"it contradicts itself: {what}")
-        overlap, source = read_overlap(found.overlap), found.source
-        host = {(row.op, row.asynchronous): row.ns for row in found.host}
-        again = {(row.op, row.asynchronous): row.again for row in found.host if row.again}
-        nccl = None if found.nccl_env is None else parse(found.nccl_env)
-        held = max((row.held for row in found.held), default=0)
-        return Calibration(table, source, host, again, overlap, nccl, held, os.fspath(path))
+        return Calibration(
+            points=_points(rows.collectives),
+            source=rows.source,
+            host={(row.op, row.asynchronous): row.ns for row in rows.host},
+            again={(row.op, row.asynchronous): row.again for row in rows.host if row.again},
+            overlap=read_overlap(rows.overlap),
+            nccl=None if rows.nccl_env is None else parse(rows.nccl_env),
+            held=max((row.held for row in rows.held), default=0),
+            path=os.fspath(path),
+        )
+
+
+def _points(
+    rows: Sequence[CollectiveRow],
+) -> dict[tuple[str, int, int], tuple[tuple[int, int], ...]]:
+    """(collective, ranks, of them per node) -> ascending (bytes, ns); ValueError for two times."""
+    values = defaultdict[tuple[str, int, int], set[tuple[int, int]]](set)
+    for row in rows:
+        values[row.op, row.ranks, row.of_node].add((row.bytes, row.ns))
+    points = {key: tuple(sorted(pairs)) for key, pairs in values.items()}
+    for (name, size, _), pairs in points.items():
+        for (num_bytes, ns), (next_bytes, next_ns) in itertools.pairwise(pairs):
+            if num_bytes == next_bytes:
+                raise ValueError(
+                    f"it contradicts itself: {name} of {num_bytes} bytes among {size} "
+                    f"takes {ns} ns and {next_ns} ns"
+                )
+    return points
 
 
 FOLDER = Path(__file__).with_name("calls")
@@ -415,7 +462,10 @@ FOLDER = Path(__file__).with_name("calls")
 @functools.cache
 def calls_of(name: str) -> Calibration | None:
     """The table of calls of a machine that names it (``Machine.calls``); None for ""."""
-    return read_calibration(FOLDER / f"{name}.json" if "." not in name else name) if name else None
+    if not name:
+        return None
+    is_path = "." in name
+    return read_calibration(name if is_path else FOLDER / f"{name}.json")
 
 
 def measured_elsewhere(
@@ -433,21 +483,27 @@ def measured_elsewhere(
     takes the switch for this call, which the table's calls had not.
     """
     table = calls_of(machine.calls) if shape.nodes == 1 else None
-    row = next((row for row in rows if table is not None and table.look_up(row, 2, num_bytes)), "")
-    if table is None or not row:
+    if table is None:
         return None
-    way, ns = fastest(name, shape, num_bytes, machine, settings)
-    if way.startswith("NVLS"):
+    measured_rows = [row for row in rows if table.look_up(row, 2, num_bytes)]
+    if not measured_rows:
         return None
-    ratios = []
+    algorithm, ns = fastest(name, shape, num_bytes, machine, settings)
+    if algorithm.startswith("NVLS"):
+        return None
+    # (log of ranks, log of measured time over modelled time)
+    ratios = list[tuple[float, float]]()
     for size in (2, 4):
-        took = table.look_up(row, size, num_bytes)
-        if took is not None:
-            then = modelled(name, Shape(size, size), num_bytes, machine, table.nccl)
-            ratios.append((math.log(size), math.log(took / max(1, then))))
-    (low, first), (high, last) = ratios[0], ratios[-1]
-    part = min(1.0, (math.log(shape.size) - low) / (high - low)) if high > low else 0.0
-    return round(math.exp(first + part * (last - first)) * round(machine.call_ns + ns))
+        measured_ns = table.look_up(measured_rows[0], size, num_bytes)
+        if measured_ns is not None:
+            modelled_ns = modelled(name, Shape(size, size), num_bytes, machine, table.nccl)
+            ratios.append((math.log(size), math.log(measured_ns / max(1, modelled_ns))))
+    (low_size, low_ratio), (high_size, high_ratio) = ratios[0], ratios[-1]
+    part = 0.0
+    if high_size > low_size:
+        part = min(1.0, (math.log(shape.size) - low_size) / (high_size - low_size))
+    ratio = math.exp(low_ratio + part * (high_ratio - low_ratio))
+    return round(ratio * round(machine.call_ns + ns))
 
 
 def modelled(
@@ -463,11 +519,12 @@ def expert_call_ns(name: str, shape: Shape, to_ranks: int, to_nodes: int, machin
     """ns of a dispatch or combine: a copy of a token's row for each node that has experts of it
     (``to_nodes``, bytes that a rank sends), which forwards it to each such rank (``to_ranks``).
     """
-    away = to_nodes * (shape.nodes - 1) / shape.nodes / (machine.network_rate or math.inf)
-    near = to_ranks / (EXPERT_CALLS[name] * machine.link_rate)
+    bytes_away = to_nodes * (shape.nodes - 1) / shape.nodes
+    away_s = bytes_away / (machine.network_rate or math.inf)
+    near_s = to_ranks / (EXPERT_CALLS[name] * machine.link_rate)
     hop = "network" if shape.nodes > 1 else machine.link
-    latency = _BASE["ring"][2] + _HOP[hop]["ring"][2]
-    return round(machine.call_ns + latency * US + max(away, near) * 1e9)
+    latency_us = _BASE["ring"][2] + _HOP[hop]["ring"][2]
+    return round(machine.call_ns + latency_us * US + max(away_s, near_s) * 1e9)
 
 
 def fastest(
@@ -475,5 +532,7 @@ def fastest(
 ) -> tuple[str, float]:
     """(algorithm, ns) of the way that NCCL takes."""
     per_node = min(shape.per_node, shape.size)
-    ways = times(name, shape.size, per_node, num_bytes, machine, settings)
-    return min(((way, ns) for (way, _), ns in ways.items()), key=lambda one: one[1])
+    ns_of = times(name, shape.size, per_node, num_bytes, machine, settings)
+    fastest_path = min(ns_of, key=lambda path: ns_of[path])
+    algorithm, _ = fastest_path
+    return algorithm, ns_of[fastest_path]
