@@ -126,8 +126,8 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("megatron", "torch"):
             raise
-        what = f"the order of microbatches is Megatron's, and there is no {error.name} here"
-        raise UnsupportedError(what, fix="pip install megatron-core torch") from error
+        message = f"the order of microbatches is Megatron's, and there is no {error.name} here"
+        raise UnsupportedError(message, fix="pip install megatron-core torch") from error
     return schedule.with_microbatches(programs, wanted)
 
 

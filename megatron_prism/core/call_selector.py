@@ -114,8 +114,8 @@ def _read(word: str, fields: Mapping[str, str], subject: str) -> list[tuple[str,
     if re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
         return [("group", word)]
     if key == "layer":
-        what = f"{subject}: calls do not say of which layer they are"
-        raise UsageError(what, fix="nth=N counts them, site=REGEX is their line")
+        message = f"{subject}: calls do not say of which layer they are"
+        raise UsageError(message, fix="nth=N counts them, site=REGEX is their line")
     raise UsageError(f"{subject}: {word!r} is not understood", fix=_meant(word) or _FIX)
 
 

@@ -73,11 +73,11 @@ def claimed(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator[N
         whom = ""
         with contextlib.suppress(OSError, ValueError):
             whom = f" ({lock.read_text()})"
-        what = f"another run{whom} writes {path}"
-        raise UsageError(what, fix="wait for its end, or name another place") from None
+        message = f"another run{whom} writes {path}"
+        raise UsageError(message, fix="wait for its end, or name another place") from None
     except OSError as error:
-        what = f"cannot write to {lock.parent}: {error.strerror}"
-        raise UsageError(what, fix="name a place you may write to") from error
+        message = f"cannot write to {lock.parent}: {error.strerror}"
+        raise UsageError(message, fix="name a place you may write to") from error
     _claims.add(claim)
     try:
         with contextlib.suppress(OSError):  # a full disk
@@ -131,8 +131,8 @@ def artefact_folder(path: str | os.PathLike[str], *, force: bool = False) -> Ite
             path.parent.mkdir(parents=True, exist_ok=True)
             work.mkdir()
         except OSError as error:
-            what = f"cannot write to {path.parent}: {error.strerror}"
-            raise UsageError(what, fix="name a folder you may write to with -o DIR") from error
+            message = f"cannot write to {path.parent}: {error.strerror}"
+            raise UsageError(message, fix="name a folder you may write to with -o DIR") from error
         try:
             yield work
             check_free(path, force)  # somebody else may have finished meanwhile
@@ -226,8 +226,8 @@ def whole_file(path: str | os.PathLike[str], *, force: bool = False) -> Iterator
         check_not_taken(path, force)  # somebody else may have been faster
         os.replace(work, path)
     except OSError as error:
-        what = f"cannot write {path}: {error.strerror or error}"
-        raise UsageError(what, fix="name a place you may write to") from error
+        message = f"cannot write {path}: {error.strerror or error}"
+        raise UsageError(message, fix="name a place you may write to") from error
     finally:
         with contextlib.suppress(OSError):  # renamed, or never made
             work.unlink()
@@ -259,8 +259,8 @@ def check_writable(folder: Path, where: str = "-o DIR") -> None:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         fix = "name a folder you may write to" + (f" with {where}" if where else "")
-        what = f"cannot write to {folder}: {place} takes no files: {error.strerror}"
-        raise UsageError(what, fix=fix) from None
+        message = f"cannot write to {folder}: {place} takes no files: {error.strerror}"
+        raise UsageError(message, fix=fix) from None
 
 
 def _alive(pid: int) -> bool:

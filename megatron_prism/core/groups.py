@@ -100,15 +100,15 @@ def of_family(world: World, name: str) -> Membership:
     ProgramError for a name that Megatron does not make.
     """
     if not name:
-        what = "a program has a call without a group"
-        raise ProgramError(what, fix=f"name one: send {WORLD_GROUP} bf16 peer=1")
+        message = "a program has a call without a group"
+        raise ProgramError(message, fix=f"name one: send {WORLD_GROUP} bf16 peer=1")
     if name == WORLD_GROUP:
         return _regular(name, np.arange(world.size)[None], world.size)
     try:
         row = family(name.removesuffix(_TWIN))
     except WorldError as error:
-        what = f"a program uses the group {name}, and who is in it is not known"
-        raise ProgramError(what, fix=f"add a line: group {name} 0,1;2,3") from error
+        message = f"a program uses the group {name}, and who is in it is not known"
+        raise ProgramError(message, fix=f"add a line: group {name} 0,1;2,3") from error
     return _regular(name, world.members(row), world.size)
 
 
@@ -123,12 +123,14 @@ def of_lists(name: str, groups: Sequence[Sequence[int]], size: int) -> Membershi
     counts = np.array([len(group) for group in groups], dtype=np.int64)
     outside = members[(members < 0) | (members >= size)]
     if outside.size:
-        what = f"group {name}: rank {outside[0]} is outside a world of {counted(size, 'rank')}"
-        raise ProgramError(what, fix=f"choose ranks from 0 to {size - 1}")
+        message = f"group {name}: rank {outside[0]} is outside a world of {counted(size, 'rank')}"
+        raise ProgramError(message, fix=f"choose ranks from 0 to {size - 1}")
     ranks, times = np.unique(members, return_counts=True)
     if (times > 1).any():
-        what = f"group {name}: rank {ranks[times > 1][0]} is in it twice"
-        raise ProgramError(what, fix="give each of the groups that share a rank a name of its own")
+        message = f"group {name}: rank {ranks[times > 1][0]} is in it twice"
+        raise ProgramError(
+            message, fix="give each of the groups that share a rank a name of its own"
+        )
     start = np.concatenate(([0], np.cumsum(counts)))
     return Membership(name, members.astype(np.int32), start, size)
 

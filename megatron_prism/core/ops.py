@@ -159,8 +159,8 @@ class Op:
     def __post_init__(self) -> None:
         for name, known in CODED.items():
             if getattr(self, name) not in known:
-                what = f"an op's {name} cannot be {getattr(self, name)!r}"
-                raise ProgramError(what, fix=f"use one of {', '.join(filter(None, known))}")
+                message = f"an op's {name} cannot be {getattr(self, name)!r}"
+                raise ProgramError(message, fix=f"use one of {', '.join(filter(None, known))}")
 
 
 def label(phase: str, microbatch: int, chunk: int) -> str:

@@ -124,8 +124,8 @@ class SliceStore:
         strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
         if strange:
             names = ", ".join(sorted(strange)[:3])
-            what = f"{self.folder} holds things that are no slices: {names}"
-            raise UsageError(what, fix="name an empty or a new folder with -o DIR")
+            message = f"{self.folder} holds things that are no slices: {names}"
+            raise UsageError(message, fix="name an empty or a new folder with -o DIR")
         if force:
             (self.folder / WORLD).unlink(missing_ok=True)
             for path in list(self.folder.iterdir()):

@@ -166,8 +166,8 @@ def family(desc: str) -> Family:
     for row in FAMILIES:
         if desc == row.desc or row.twin and desc == f"{row.desc}_GLOO":
             return row
-    what = f"Megatron makes no group called {desc}"
-    raise WorldError(what, fix=f"use one of {', '.join(row.desc for row in FAMILIES)}")
+    message = f"Megatron makes no group called {desc}"
+    raise WorldError(message, fix=f"use one of {', '.join(row.desc for row in FAMILIES)}")
 
 
 # What Megatron passes; --use-tp-pp-dp-mapping gives tp-cp-ep-pp-dp (training/initialize.py:378
@@ -294,8 +294,8 @@ class World:
     def check_rank(self, rank: int) -> int:
         """The rank itself; WorldError if the world has no such rank."""
         if not 0 <= rank < self.size:
-            what = f"rank {rank} is outside a world of {counted(self.size, 'rank')}"
-            raise WorldError(what, fix=f"choose ranks from 0 to {self.size - 1}")
+            message = f"rank {rank} is outside a world of {counted(self.size, 'rank')}"
+            raise WorldError(message, fix=f"choose ranks from 0 to {self.size - 1}")
         return rank
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -312,11 +312,11 @@ class World:
         ranks = np.arange(self.size)
         for axis, value in coordinates.items():
             if axis not in sizes:
-                what = f"{axis} is no coordinate of a rank"
-                raise WorldError(what, fix=f"use one of {', '.join(AXES)}")
+                message = f"{axis} is no coordinate of a rank"
+                raise WorldError(message, fix=f"use one of {', '.join(AXES)}")
             if not 0 <= value < sizes[axis]:
-                what = f"{axis}={value}: this world has {axis} {sizes[axis]} ({self})"
-                raise WorldError(what, fix=f"choose {axis} from 0 to {sizes[axis] - 1}")
+                message = f"{axis}={value}: this world has {axis} {sizes[axis]} ({self})"
+                raise WorldError(message, fix=f"choose {axis} from 0 to {sizes[axis] - 1}")
             ranks = ranks[self._along(axis, ranks) == value]
         return ranks
 
@@ -328,8 +328,8 @@ class World:
         found = self.matching(**coordinates)
         if not found.size:
             wanted = ", ".join(f"{axis}={value}" for axis, value in coordinates.items())
-            what = f"no rank has {wanted} in {self}"
-            raise WorldError(what, fix="leave one of the coordinates out")
+            message = f"no rank has {wanted} in {self}"
+            raise WorldError(message, fix="leave one of the coordinates out")
         return int(found[0])
 
     def select(self, text: str) -> tuple[int, ...]:
@@ -439,19 +439,19 @@ def _check_sizes(world: World) -> None:
         value = getattr(world, name)
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not whole and not (name in ("vpp", "gpus_per_node") and value is None):
-            what = f"{name} must be a whole number of at least 1, not {value!r}"
-            raise WorldError(what, fix=f"{name}=1")
+            message = f"{name} must be a whole number of at least 1, not {value!r}"
+            raise WorldError(message, fix=f"{name}=1")
     if world.size > MOST_RANKS:
         raise WorldError(f"{world.size} ranks are too many", fix=f"use at most {MOST_RANKS:,}")
     if world.vpp is not None and world.pp == 1:
-        what = f"vpp {world.vpp} needs a pipeline, but pp is 1: there is nothing to interleave"
-        raise WorldError(what, fix="leave vpp out, or set pp to 2 or more")
+        message = f"vpp {world.vpp} needs a pipeline, but pp is 1: there is nothing to interleave"
+        raise WorldError(message, fix="leave vpp out, or set pp to 2 or more")
     for names in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
         product = math.prod(getattr(world, name) for name in names)
         if world.size % product:
             arithmetic = " x ".join(f"{name} {getattr(world, name)}" for name in names)
-            what = f"{arithmetic} = {product} does not divide {counted(world.size, 'rank')}"
-            raise WorldError(what, fix=_sizes_that_work(world))
+            message = f"{arithmetic} = {product} does not divide {counted(world.size, 'rank')}"
+            raise WorldError(message, fix=_sizes_that_work(world))
 
 
 def _sizes_that_work(world: World) -> str:

@@ -274,11 +274,11 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
     try:
         there = path.exists()
     except OSError as error:  # a name too long, a folder that may not be looked into
-        what = f"--prism-capture: {folder} cannot be used: {error.strerror}"
-        raise UsageError(what, fix="name another folder") from error
+        message = f"--prism-capture: {folder} cannot be used: {error.strerror}"
+        raise UsageError(message, fix="name another folder") from error
     if there and not force:
-        what = f"--prism-capture: {path} exists and is not overwritten"
-        raise UsageError(what, fix="--prism-force, or another folder")
+        message = f"--prism-capture: {path} exists and is not overwritten"
+        raise UsageError(message, fix="--prism-force, or another folder")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--prism-capture: {folder} is a file", fix="name a folder")
     check_writable(folder, "--prism-capture DIR")

@@ -76,9 +76,9 @@ class NcclReserve(TrafficCounter):
         had = 0 if before is None else self._calibration.bytes_of(before)
         wanted = self._calibration.bytes_of(now)
         if wanted is None or had is None:
-            what = f"the calibration does not know {op} among {size} ranks of {group}"
+            message = f"the calibration does not know {op} among {size} ranks of {group}"
             fix = "measure it: python -m benchmarks.tools.device_memory -o FILE.json"
-            raise UsageError(what, fix=fix)
+            raise UsageError(message, fix=fix)
         more = wanted - had + (self._calibration.once if first else 0)
         if more > 0:
             self._take(more)
@@ -112,16 +112,18 @@ def reserve_from_options(options: Options) -> NcclReserve | None:
     if options.reserve_nccl is None:
         return None
     if options.tier != "cuda":
-        what = f"--prism-reserve-nccl holds device memory, and tier {options.tier} has none"
-        raise UsageError(what, fix="drop it, or use --prism-tier cuda")
+        message = f"--prism-reserve-nccl holds device memory, and tier {options.tier} has none"
+        raise UsageError(message, fix="drop it, or use --prism-tier cuda")
     if options.num_processes > 1:
-        what = "--prism-reserve-nccl takes one local rank: several have communicators of their own"
-        raise UsageError(what, fix="run each rank alone")
+        message = (
+            "--prism-reserve-nccl takes one local rank: several have communicators of their own"
+        )
+        raise UsageError(message, fix="run each rank alone")
     calibration = nccl_buffers.read(options.reserve_nccl)
     if not calibration.measured:
-        what = f"the calibration {options.reserve_nccl} has no communicators: nothing to hold"
+        message = f"the calibration {options.reserve_nccl} has no communicators: nothing to hold"
         fix = "measure them: python -m benchmarks.tools.device_memory -o FILE.json"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
     return NcclReserve(calibration)
 
 
@@ -205,13 +207,15 @@ def watch_from_options(options: Options) -> MemoryWatch | None:
     if options.memory is None:
         return None
     if options.tier != "cuda":
-        what = f"--prism-memory-snapshot is of a real allocator, and tier {options.tier} has none"
+        message = (
+            f"--prism-memory-snapshot is of a real allocator, and tier {options.tier} has none"
+        )
         fix = "--prism-capture DIR and prism fit DIR, or --prism-tier cuda"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
     path = options.memory / f"rank-{options.rank:06d}.pickle"
     if path.exists() and not options.force:
-        what = f"--prism-memory-snapshot: {path} exists and is not overwritten"
-        raise UsageError(what, fix="--prism-force, or another folder")
+        message = f"--prism-memory-snapshot: {path} exists and is not overwritten"
+        raise UsageError(message, fix="--prism-force, or another folder")
     return MemoryWatch(path, options.force)
 
 

@@ -429,9 +429,11 @@ def _store_of(base: Any, options: Options) -> type[dist.TCPStore]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             size, waits = given.get("world_size"), given.get("wait_for_workers", True)
             if waits and isinstance(size, int) and size > options.num_processes:
-                what = f"the script waits at a store for {size} processes: virtual ranks have none"
+                message = (
+                    f"the script waits at a store for {size} processes: virtual ranks have none"
+                )
                 fix = "leave the rendezvous to init_process_group without a store"
-                raise UsageError(what, fix=fix)
+                raise UsageError(message, fix=fix)
             super().__init__(*args, **kwargs)
 
     return TCPStore
@@ -441,11 +443,11 @@ def _check(options: Options, given: dict[str, object]) -> None:
     """UsageError unless the program means the world, and the rank, that is emulated."""
     size, rank = given.get("world_size", -1), given.get("rank", -1)
     if size not in (-1, None, options.world.size):
-        what = f"the script starts {size} ranks, and the emulated job has {options.world.size}"
-        raise UsageError(what, fix=f"--prism-world-size {size}")
+        message = f"the script starts {size} ranks, and the emulated job has {options.world.size}"
+        raise UsageError(message, fix=f"--prism-world-size {size}")
     if rank not in (-1, None, options.rank):
-        what = f"the script starts as rank {rank}, and this process is rank {options.rank}"
-        raise UsageError(what, fix=f"--prism-ranks {rank}, or a script that reads RANK")
+        message = f"the script starts as rank {rank}, and this process is rank {options.rank}"
+        raise UsageError(message, fix=f"--prism-ranks {rank}, or a script that reads RANK")
 
 
 class OwnLoop:

@@ -250,9 +250,9 @@ class Reporter(TrainingListener):
         needing = [flag for flag in flags if flag]
         if needing:
             verb = "needs" if len(needing) == 1 else "need"
-            what = f"{' and '.join(needing)} {verb} the parallel sizes before the script"
+            message = f"{' and '.join(needing)} {verb} the parallel sizes before the script"
             fix = 'PRISM_ARGS="--tensor-model-parallel-size 2 …" says them'
-            raise UsageError(what, fix=fix)
+            raise UsageError(message, fix=fix)
         self._say(f"  the script makes rank {before.rank} {coordinates(self.options)}")
 
     def finished(self) -> None:

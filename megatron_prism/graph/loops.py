@@ -54,8 +54,8 @@ def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         import numba
     except ImportError as error:
-        what = f"numba, which replays large graphs, cannot be imported: {error}"
-        raise UsageError(what, fix="pip install numba") from error
+        message = f"numba, which replays large graphs, cannot be imported: {error}"
+        raise UsageError(message, fix="pip install numba") from error
     helpers = {
         name: compiled_function(value)
         for name in function.__code__.co_names

@@ -59,9 +59,9 @@ def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: torch.Tensor) -> str
     """
     name = reduce_op_name(op)
     if name == "premul_sum" and not tensor.is_meta:
-        what = "a premultiplied sum has no virtual answer: c10d does not say its factor"
+        message = "a premultiplied sum has no virtual answer: c10d does not say its factor"
         fix = "--no-gradient-reduce-div-fusion (Megatron-FSDP), or --prism-tier meta"
-        raise UnsupportedError(what, fix=fix)
+        raise UnsupportedError(message, fix=fix)
     return name
 
 

@@ -470,9 +470,9 @@ class PrismGroup(dist.ProcessGroup):
         if mixed is None:
             return _UNCOUNTED["recv"](self, tensors, (self._p + 1) % self._n, tag)
         if len(mixed.positions) < self._n:
-            what = f"a receive from any rank on {self.desc}, of which some members are virtual"
+            message = f"a receive from any rank on {self.desc}, of which some members are virtual"
             fix = "name the source rank, or make all members or just one of them local"
-            raise UnsupportedError(what, fix=fix)
+            raise UnsupportedError(message, fix=fix)
         return mixed.real.recv_anysource([t.detach() for t in tensors], tag)
 
 
@@ -552,9 +552,9 @@ def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
 
 def _without_row(method: str) -> Callable[..., NoReturn]:
     def call(self: PrismGroup, *args: object, **kwargs: object) -> NoReturn:
-        what = f"collective {method!r} on {self.desc} has no row in the table of collectives"
+        message = f"collective {method!r} on {self.desc} has no row in the table of collectives"
         fix = "add its row to core/collectives.py and its answer to runtime/process_group.py"
-        raise UnsupportedError(what, fix=fix)
+        raise UnsupportedError(message, fix=fix)
 
     return call
 

@@ -93,8 +93,8 @@ def check_header(file: Path, found: Mapping[str, object], wanted: Mapping[str, o
     """UsageError if a recording's head ``found`` is not that of this run."""
     for key, value in wanted.items():
         if found.get(key) != value:
-            what = f"{file} was recorded with {key} {found.get(key)}, this run has {value}"
-            raise UsageError(what, fix=_ANOTHER)
+            message = f"{file} was recorded with {key} {found.get(key)}, this run has {value}"
+            raise UsageError(message, fix=_ANOTHER)
 
 
 def check_arguments(file: Path, recorded: str | None, arguments: str) -> None:

@@ -185,8 +185,8 @@ def _scatter_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
     root = _root(group, given)
     everyone = _exchange(group, given.scatter_object_input_list)
     if everyone[root] is None:
-        what = f"virtual rank {group.ranks[root]} has no objects to scatter on {group.desc}"
-        raise UnsupportedError(what, fix="make the source a local rank with --prism-ranks")
+        message = f"virtual rank {group.ranks[root]} has no objects to scatter on {group.desc}"
+        raise UnsupportedError(message, fix="make the source a local rank with --prism-ranks")
     given.scatter_object_output_list[0] = everyone[root][group.rank()]
     _count(group, "broadcast", "scatter", "scatter")
 

@@ -87,12 +87,12 @@ class Values:
     def __init__(self, policy: str = "mirror", seed: int = 1234, rank: int = 0) -> None:
         name, _, path = policy.partition(":")
         if name not in POLICIES:
-            what = f"--prism-values {policy!r} is no policy"
-            raise UsageError(what, fix=f"choose one of {', '.join(POLICIES[:2])}, recorded:PATH")
+            message = f"--prism-values {policy!r} is no policy"
+            raise UsageError(message, fix=f"choose one of {', '.join(POLICIES[:2])}, recorded:PATH")
         if (name == "recorded") != bool(path):
-            what = f"--prism-values {policy!r}: only 'recorded' takes a path, and it needs one"
+            message = f"--prism-values {policy!r}: only 'recorded' takes a path, and it needs one"
             fix = "write --prism-values recorded:PATH with a path from --prism-record PATH"
-            raise UsageError(what, fix=fix)
+            raise UsageError(message, fix=fix)
         self.policy = name
         self.path = path or None
         self.loss_scale: Callable[[], torch.Tensor] | None = None

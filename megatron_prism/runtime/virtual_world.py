@@ -255,9 +255,9 @@ class VirtualWorld:
         process made: every member makes its groups in Megatron's order, so the prefixes agree.
         """
         if self.store is None:
-            what = f"{len(self.local_ranks)} local ranks need a store to find each other"
+            message = f"{len(self.local_ranks)} local ranks need a store to find each other"
             fix = f"start with torchrun --nproc-per-node {len(self.local_ranks)}"
-            raise UsageError(what, fix=fix)
+            raise UsageError(message, fix=fix)
         key = f"{desc}:{','.join(map(str, local))}"
         count = self._num_real[key] = self._num_real.get(key, 0) + 1
         tag = hashlib.sha1(f"{key}:{count}".encode()).hexdigest()[:16]
@@ -307,12 +307,12 @@ def start(world: VirtualWorld) -> VirtualWorld:
     """
     global _world
     if dist.is_initialized():
-        what = "torch.distributed is already initialised, so this world cannot be virtual"
+        message = "torch.distributed is already initialised, so this world cannot be virtual"
         fix = "start the virtual world before anything calls init_process_group"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
     if not 0 <= world.rank < world.size or world.rank not in world.local_ranks:
-        what = f"rank {world.rank} is not a local rank of a world of {world.size}"
-        raise UsageError(what, fix=f"choose ranks between 0 and {world.size - 1}")
+        message = f"rank {world.rank} is not a local rank of a world of {world.size}"
+        raise UsageError(message, fix=f"choose ranks between 0 and {world.size - 1}")
     if _world is not None:  # the job itself took torch.distributed down
         _world.changes.undo()
     _world = world

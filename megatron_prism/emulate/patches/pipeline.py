@@ -313,9 +313,9 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
                 sent += [list(send_next.shape)] if send_next is not None else []
                 behind = sent.pop(0) if recv_next and sent else behind
             if recv_prev and not all(prev) and not all(before):  # lengths differ, and it says 0
-                what = "how long a microbatch is comes from the stage before, which is virtual"
+                message = "how long a microbatch is comes from the stage before, which is virtual"
                 fix = "emulate the first stage, or run all layers on one"
-                raise UnsupportedError(what, fix=fix)
+                raise UnsupportedError(message, fix=fix)
         return (  # a local peer has said it
             before if recv_prev and not all(prev) else prev,
             behind if recv_next and not all(after) else after,

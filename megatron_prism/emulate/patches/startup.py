@@ -240,9 +240,9 @@ def _build_indices(
         except Exception as error:
             if isinstance(error.__cause__ or error, MemoryError):
                 samples = builder.sizes[0] or 0
-                what = f"the index of {samples:,} samples does not fit into memory here"
+                message = f"the index of {samples:,} samples does not fit into memory here"
                 fix = "--prism-steps 5: data are made for five iterations only"
-                raise PrismError(what, fix=fix) from error
+                raise PrismError(message, fix=fix) from error
             raise
 
 

@@ -207,8 +207,8 @@ def _optimizer(
 def _no_restarts(context: PatchContext, original: Original, *args: object, **kwargs: object) -> Any:
     """In-process restart waits at a store of its own until every rank of the job has come."""
     if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
-        what = "--inprocess-restart restarts processes, and virtual ranks have none"
-        raise UnsupportedError(what, fix="leave it out")
+        message = "--inprocess-restart restarts processes, and virtual ranks have none"
+        raise UnsupportedError(message, fix="leave it out")
     return original(*args, **kwargs)
 
 
@@ -398,8 +398,10 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
 
     def call(original: Original, *args: object, **kwargs: object) -> object:
         if any(getattr(one, "fp8_param_gather", False) for one in (*args, *kwargs.values())):
-            what = "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data"
-            raise UnsupportedError(what, fix="leave --fp8-param-gather out, or --prism-tier cuda")
+            message = "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data"
+            raise UnsupportedError(
+                message, fix="leave --fp8-param-gather out, or --prism-tier cuda"
+            )
         with ProcessChanges() as changes:
             changes.set(torch.Tensor, "is_meta", property(is_meta_to_others))
             return original(*args, **kwargs)

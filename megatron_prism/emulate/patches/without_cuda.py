@@ -152,8 +152,8 @@ def _dealt_documents(module: ModuleType, context: PatchContext) -> None:
     """
 
     def refuse(*args: object) -> torch.Tensor:
-        what = "packed sequences with context parallelism on real values have no stand-in"
-        raise UnsupportedError(what, fix="--prism-tier meta")
+        message = "packed sequences with context parallelism on real values have no stand-in"
+        raise UnsupportedError(message, fix="--prism-tier meta")
 
     if module.tex is None:
         from megatron_prism.runtime.te_kernels.table import TABLE

@@ -99,11 +99,11 @@ def _run(stage: str, count: int, part: Path) -> None:
             env={**os.environ, **STAGES[stage]},
         )
     except subprocess.TimeoutExpired as error:
-        what = f"the calibration made no end within {LIMIT_S} s"
-        raise PrismError(what, fix="are all GPUs free and healthy?") from error
+        message = f"the calibration made no end within {LIMIT_S} s"
+        raise PrismError(message, fix="are all GPUs free and healthy?") from error
     if done.returncode or not part.exists():
-        what = f"a process of the calibration failed:\n{done.stderr[-1500:]}"
-        raise PrismError(what, fix="run nvidia-smi: are all GPUs free and healthy?")
+        message = f"a process of the calibration failed:\n{done.stderr[-1500:]}"
+        raise PrismError(message, fix="run nvidia-smi: are all GPUs free and healthy?")
 
 
 # -- one of the processes --------------------------------------------------------------------------

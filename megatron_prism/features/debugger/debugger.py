@@ -296,9 +296,9 @@ class Debugger(LabelledCalls):
             try:
                 debugpy.listen(at)
             except RuntimeError as error:
-                what = f"debugpy cannot listen on {at[0]}:{at[1]}: {error}"
+                message = f"debugpy cannot listen on {at[0]}:{at[1]}: {error}"
                 fix = f"--prism-debugger debugpy:{at[1] % 65535 + 1}"
-                raise PrismError(what, fix=fix) from None
+                raise PrismError(message, fix=fix) from None
             sys.stderr.write(f"prism: waiting for a debugger to attach to {at[0]}:{at[1]}\n")
             sys.stderr.flush()
             debugpy.wait_for_client()

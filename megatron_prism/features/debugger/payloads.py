@@ -350,8 +350,8 @@ class PayloadReplayer(_Keyed):
         self._arguments = None if (text := found.get("arguments")) is None else str(text)
         check_header(self.path, found, {"format": FORMAT, "rank": rank, **header})
         if virtual := found.get("virtual"):
-            what = f"{self.path} was recorded among {virtual} virtual ranks: it holds mirrors"
-            raise UsageError(what, fix="record a run in which all ranks are local")
+            message = f"{self.path} was recorded among {virtual} virtual ranks: it holds mirrors"
+            raise UsageError(message, fix="record a run in which all ranks are local")
 
     def is_of(self, arguments: str) -> None:
         """The job's arguments are known now: UsageError if the recording is of others."""

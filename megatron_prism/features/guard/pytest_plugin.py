@@ -175,8 +175,8 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
     there = os.path.exists(job)  # a launch line may be longer than any name of a file
     if there and Path(job).suffix not in (".yaml", ".yml"):
         if settings:
-            what = f"settings={settings!r} changes no captured programs"
-            raise UsageError(what, fix="job=RECIPE")
+            message = f"settings={settings!r} changes no captured programs"
+            raise UsageError(message, fix="job=RECIPE")
         return open_programs(job)
     words = (settings,) if isinstance(settings, str) else tuple(settings)
     return _captured(str(job), words, Path(job).stat().st_mtime_ns if there else 0)

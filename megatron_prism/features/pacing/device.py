@@ -250,8 +250,10 @@ class Launcher:
         self.shared.meet("clocks")
         self.compare_clocks(0)
         if self.shared.process and not self.clock()["at"]:
-            what = f"local rank {self.shared.process} could not compare its GPU's clock within 5 s"
-            raise PrismError(what, fix="run each rank alone, without torchrun")
+            message = (
+                f"local rank {self.shared.process} could not compare its GPU's clock within 5 s"
+            )
+            raise PrismError(message, fix="run each rank alone, without torchrun")
 
     def clock(self) -> dict[str, float]:
         """The last comparison of clocks: offset, at, round_trip in ns, and rate; waits for it.

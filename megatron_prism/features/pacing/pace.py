@@ -336,13 +336,13 @@ def check(options: Options, asked: PaceOptions) -> None:
     """UsageError where pacing makes no sense."""
     slow_ranks(options, asked.slow)
     if options.tier != "cuda":
-        what = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
-        raise UsageError(what, fix="prism replay predicts iteration times without a GPU")
+        message = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
+        raise UsageError(message, fix="prism replay predicts iteration times without a GPU")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
     if here < options.num_processes:
-        what = f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} here"
+        message = f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} here"
         fix = "name ranks of one host with --prism-ranks, or run each rank alone"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
     calibration(asked.folder)  # one that is damaged is said before captures
 
 
@@ -365,8 +365,8 @@ def slow_ranks(options: Options, slow: str) -> list[tuple[list[int], str]]:
         chosen = options.world.select(text)
         ranks = [rank for rank in chosen if rank not in options.ranks]
         if not ranks:
-            what = f"--prism-slow {part}: a local rank is as fast as it is"
-            raise UsageError(what, fix="name virtual ranks")
+            message = f"--prism-slow {part}: a local rank is as fast as it is"
+            raise UsageError(message, fix="name virtual ranks")
         whatif.parse_factor(factor)  # bad usage now, not after captures
         found.append((ranks, factor))
     return found
@@ -374,14 +374,14 @@ def slow_ranks(options: Options, slow: str) -> list[tuple[list[int], str]]:
 
 def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     if not folder.is_dir():
-        what = f"--prism-pace: there is no folder {folder}"
-        raise UsageError(what, fix=f"capture one rank per stage first: --prism-capture {folder}")
+        message = f"--prism-pace: there is no folder {folder}"
+        raise UsageError(message, fix=f"capture one rank per stage first: --prism-capture {folder}")
     made = slices.assemble(folder)
     device = made.source.get("device")
     if device not in (None, source["device"]):  # slices made by hand name none
-        what = f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
+        message = f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
         fix = "name a folder that does not exist, and what is missing is captured here"
-        raise UsageError(f"{what}{source['device']!r}", fix=fix)
+        raise UsageError(f"{message}{source['device']!r}", fix=fix)
     wanted = {key: value for key, value in source.items() if key != "device"}
     here = slices.SliceStore(folder, options.world, wanted, parsed=False)
     _refuse(folder, here.differences(made))
@@ -390,8 +390,8 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
 
 def _refuse(folder: Path, differ: list[str]) -> None:
     if differ:
-        what = f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}"
-        raise UsageError(what, fix="capture this job into another folder, or delete this one")
+        message = f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}"
+        raise UsageError(message, fix="capture this job into another folder, or delete this one")
 
 
 def calibration(folder: Path, device: str = "") -> Calibration | None:
@@ -404,9 +404,9 @@ def calibration(folder: Path, device: str = "") -> Calibration | None:
     found = read_calibration(file)
     there, here = named_in(found.source), named_in(device)
     if there and here and there.partition("_")[0] != here.partition("_")[0]:
-        what = f"--prism-pace: {file} was measured on {there}, and this is {device!r}"
+        message = f"--prism-pace: {file} was measured on {there}, and this is {device!r}"
         fix = f"prism calibrate -o {file}, here; without the file calls are modelled"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
     return found
 
 
@@ -414,6 +414,6 @@ def _machine_of(device: str) -> str:
     """The shipped machine of a device's name."""
     found = named_in(device)
     if found is None:
-        what = f"--prism-pace: no machine is known for the device {device!r}"
-        raise UsageError(what, fix=f"the known ones are {', '.join(machines())}")
+        message = f"--prism-pace: no machine is known for the device {device!r}"
+        raise UsageError(message, fix=f"the known ones are {', '.join(machines())}")
     return found

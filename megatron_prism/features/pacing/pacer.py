@@ -218,8 +218,8 @@ class Pacer(CallListener):
         if call is None or call.launch < 0:
             return answer(group, *args, **kwargs)
         if self.streams.capturing():
-            what = f"{op} of {call.group} goes into a CUDA graph, which repeats its first answer"
-            raise UnsupportedError(what, fix="drop the job's CUDA graph flags, or --prism-pace")
+            message = f"{op} of {call.group} goes into a CUDA graph, which repeats its first answer"
+            raise UnsupportedError(message, fix="drop the job's CUDA graph flags, or --prism-pace")
         asked = _Asked(call, group, answer, args, kwargs)
         if self._batch is not None:
             return self._batch.add(asked)

@@ -89,9 +89,9 @@ def _make_file(size: int) -> tuple[int, str]:
     except OSError as error:
         os.close(handle)
         os.unlink(name)
-        what = f"several paced ranks share {size:,} bytes in /dev/shm: {error.strerror}"
+        message = f"several paced ranks share {size:,} bytes in /dev/shm: {error.strerror}"
         fix = "make it larger (docker run --shm-size), or run each rank alone, without torchrun"
-        raise UsageError(what, fix=fix) from error
+        raise UsageError(message, fix=fix) from error
     return handle, name
 
 
@@ -116,8 +116,8 @@ class Shared:
         self._store = store
         size = places["size"][0]
         if not _FOLDER.is_dir():
-            what = "several paced ranks share memory in /dev/shm, and there is none"
-            raise UsageError(what, fix="run each rank alone, without torchrun")
+            message = "several paced ranks share memory in /dev/shm, and there is none"
+            raise UsageError(message, fix="run each rank alone, without torchrun")
         if process == 0:
             handle, name = _make_file(size)
             store.set("prism/pace/file", f"{name} {table}")
@@ -128,8 +128,8 @@ class Shared:
             os.unlink(name)
         if store.get("prism/pace/file").decode().split()[1] != table:
             os.close(handle)
-            what = f"local rank {process} has another table of releases than local rank 0"
-            raise PrismError(what, fix="give all local ranks the same slices and the same flags")
+            message = f"local rank {process} has another table of releases than local rank 0"
+            raise PrismError(message, fix="give all local ranks the same slices and the same flags")
         self._map = mmap.mmap(handle, size)
         os.close(handle)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

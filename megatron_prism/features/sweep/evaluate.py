@@ -213,8 +213,8 @@ def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
 
 def _check_fits(num_bytes: int, stage: str, limit: int | None) -> None:
     if limit is not None and num_bytes > limit:
-        what = f"{stage} needs {format_bytes(num_bytes)}, limit {format_bytes(limit)}"
-        raise _OutOfMemoryError(what)
+        message = f"{stage} needs {format_bytes(num_bytes)}, limit {format_bytes(limit)}"
+        raise _OutOfMemoryError(message)
 
 
 # -- slices ---------------------------------------------------------------------------------------

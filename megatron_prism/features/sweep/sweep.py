@@ -153,8 +153,8 @@ class Sweep:
     def timeline(self, place: int) -> Timeline:
         """The timeline of the point in a place of the order, from 1.  UsageError if none is."""
         if not 1 <= place <= len(self.rows):
-            what = f"there is no place {place}: {counted(len(self.rows), 'point')} ranked"
-            raise UsageError(what, fix="timeline(1), of the first")
+            message = f"there is no place {place}: {counted(len(self.rows), 'point')} ranked"
+            raise UsageError(message, fix="timeline(1), of the first")
         assert self.replayed is not None, "a sweep that prism.sweep made has it"
         return self.replayed(str(self.rows[place - 1].result["key"]))
 

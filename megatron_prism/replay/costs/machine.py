@@ -160,11 +160,11 @@ def default_machine(device: str, hardware: str) -> str:
     """
     there, meant = named_in(device), named_in(hardware)
     if there and meant and there != meant:
-        what = f"the segments were measured on {device}, and the job is meant for {hardware}"
+        message = f"the segments were measured on {device}, and the job is meant for {hardware}"
         fix = f"--machine {there} for the former, and moved={meant} with it for the latter"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
     if not there and not meant and hardware.upper() not in ("", "CPU"):
-        what = f"the job is meant for {hardware} (hardware.name), whose rates are not known"
+        message = f"the job is meant for {hardware} (hardware.name), whose rates are not known"
         fix = f"--machine {_DEFAULT} as if it were that ({', '.join(machines())}), or a FILE"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
     return there or meant or _DEFAULT

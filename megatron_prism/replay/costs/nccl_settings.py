@@ -85,8 +85,8 @@ class NcclSettings:
         """(fewest, most) channels; None: as many as NCCL likes."""
         low, high = (self._count(names) for names in (_LEAST, _MOST))
         if low and high and low > high:
-            what = f"at least {low} channels and at most {high} contradict each other"
-            raise UsageError(what, fix=f"nccl=NCCL_MAX_NCHANNELS={low}, or leave one out")
+            message = f"at least {low} channels and at most {high} contradict each other"
+            raise UsageError(message, fix=f"nccl=NCCL_MAX_NCHANNELS={low}, or leave one out")
         return low or 0, high
 
     @property
@@ -165,8 +165,10 @@ def _check(settings: NcclSettings) -> None:
     asked = settings.values.get("NCCL_ALGO", "").lower()
     nvls = settings.values.get("NCCL_NVLS_ENABLE") == "0"
     if nvls and asked and set(re.split(r"[,;]", asked)) <= {"nvls", "nvlstree"}:
-        what = f"NCCL_ALGO={settings.values['NCCL_ALGO']} with NCCL_NVLS_ENABLE=0: no way is left"
-        raise UsageError(what, fix="nccl=NCCL_ALGO=Ring, or nccl=NCCL_NVLS_ENABLE=1")
+        message = (
+            f"NCCL_ALGO={settings.values['NCCL_ALGO']} with NCCL_NVLS_ENABLE=0: no way is left"
+        )
+        raise UsageError(message, fix="nccl=NCCL_ALGO=Ring, or nccl=NCCL_NVLS_ENABLE=1")
     _ = settings.channels
 
 
@@ -182,8 +184,8 @@ def _chosen(text: str, known: Mapping[str, str], variable: str, call: str) -> se
         without = names.startswith("^")
         words = [word.strip().lower() for word in names.removeprefix("^").split(",") if word]
         if strange := [word for word in words if word not in known]:
-            what = f"{variable}={text}: NCCL has no {strange[0]}"
-            raise UsageError(what, fix=f"one of {', '.join(known)}")
+            message = f"{variable}={text}: NCCL has no {strange[0]}"
+            raise UsageError(message, fix=f"one of {', '.join(known)}")
         if words:
             chosen = {known[word] for word in words if known[word]}
             every = every - chosen if without else every & chosen

@@ -95,8 +95,8 @@ def prepare(
 def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, history: bool) -> Tier:
     if _prepared is not None:
         if name not in (_prepared.name, "auto"):
-            what = f"this process already runs tier {_prepared.name}, not {name}"
-            raise UsageError(what, fix="use one process per tier, or close the first session")
+            message = f"this process already runs tier {_prepared.name}, not {name}"
+            raise UsageError(message, fix="use one process per tier, or close the first session")
         return _prepared
     if name == "auto":
         name = best()
@@ -117,8 +117,8 @@ def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, hist
 def _check_release(asked: str) -> None:
     found = engine_version()
     if found.split(".")[:2] != asked.split(".")[:2]:
-        what = f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed"
-        raise UsageError(what, fix=f"pip install --no-deps transformer-engine=={asked}")
+        message = f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed"
+        raise UsageError(message, fix=f"pip install --no-deps transformer-engine=={asked}")
 
 
 def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str) -> Tier:
@@ -209,9 +209,9 @@ def _remap_backward(remap: Any, changes: ProcessChanges) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         if depth == NESTED:
-            what = "a recomputed function returns a parameter (a layer its bias): its backward "
+            message = "a recomputed function returns a parameter (a layer its bias): its backward "
             fix = "--disable-bias-linear, or --recompute-modules without mlp"
-            raise UnsupportedError(f"{what}starts itself without end, here as on a GPU", fix=fix)
+            raise UnsupportedError(f"{message}starts itself without end, here as on a GPU", fix=fix)
         depth += 1
         try:
             with remap:

@@ -46,9 +46,9 @@ def _launch(function: Any, args: tuple[object, ...], options: dict[str, object])
             forget(tensor)
         return
     if name not in COMPUTED:
-        what = f"the triton kernel {name} needs a GPU, and has no stand-in here"
+        message = f"the triton kernel {name} needs a GPU, and has no stand-in here"
         fix = "leave out the flag that asks for this fusion, or --prism-tier meta or cuda"
-        raise UnsupportedError(what, fix=fix)
+        raise UnsupportedError(message, fix=fix)
     signature = inspect.signature(function.fn)
     named = {k: v for k, v in options.items() if k in signature.parameters}
     with torch.no_grad():

@@ -400,8 +400,10 @@ class Recorder(CallListener, TrainingListener):
         if not self.active or self._inside:
             return
         if ops is None:
-            what = "a CUDA graph was captured before the first train step: its kernels are unknown"
-            raise UnsupportedError(what, fix="capture it later, or --cuda-graph-impl none")
+            message = (
+                "a CUDA graph was captured before the first train step: its kernels are unknown"
+            )
+            raise UnsupportedError(message, fix="capture it later, or --cuda-graph-impl none")
         self._enter()
         assert self.meter is not None
         first, batches, mine = len(self._builder), self._num_batches + 1, self._stream()
