@@ -89,23 +89,26 @@ def reading(
         yield Path(path)
     except PrismError:
         raise
-    except OSError as found:
-        why = found.strerror or str(found)
-        raise error(f"cannot read {what}, {path}: {why}", fix=absent or fix) from found
-    except (RecursionError, MemoryError) as found:
-        what_of_it = "is nested too deeply" if isinstance(found, RecursionError) else "is too large"
-        raise error(f"{path} {what_of_it} to be {what}", fix=fix) from found
-    except (ValueError, OverflowError, KeyError, zipfile.BadZipFile, zlib.error) as found:
-        why = f"{found} is missing" if isinstance(found, KeyError) else str(found)
-        raise error(f"{path} is not {what}: {shown(why)[:2000]}", fix=fix) from found
+    except OSError as cause:
+        reason = cause.strerror or str(cause)
+        raise error(f"cannot read {what}, {path}: {reason}", fix=absent or fix) from cause
+    except RecursionError as cause:
+        raise error(f"{path} is nested too deeply to be {what}", fix=fix) from cause
+    except MemoryError as cause:
+        raise error(f"{path} is too large to be {what}", fix=fix) from cause
+    except KeyError as cause:
+        reason = f"{cause} is missing"
+        raise error(f"{path} is not {what}: {shown(reason)[:2000]}", fix=fix) from cause
+    except (ValueError, OverflowError, zipfile.BadZipFile, zlib.error) as cause:
+        raise error(f"{path} is not {what}: {shown(str(cause))[:2000]}", fix=fix) from cause
 
 
-def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """All bytes of a file or pipe.  OSError; ValueError for more than ``most`` bytes."""
+def read_bytes(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """All bytes of a file or pipe.  OSError; ValueError for more than ``most_bytes``."""
     with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it has more than {most:,} bytes")
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
     return data
 
 
@@ -214,16 +217,23 @@ def shaped(value: object, kind: type[T], *, strict: bool = True, closed: bool = 
 
 def choices(kind: object) -> list[str]:
     """The words that a type lists, of which a value has to be one."""
-    parts = get_args(kind)
-    return [one for part in parts for one in ([part] if isinstance(part, str) else choices(part))]
+    words = list[str]()
+    for part in get_args(kind):
+        if isinstance(part, str):
+            words.append(part)
+        else:  # a Literal in a union
+            words += choices(part)
+    return words
 
 
 def _place_first(error: msgspec.ValidationError) -> str:
     """msgspec's words, with the place before them: rows[3].ns: expected `int`, got `str`."""
-    what, _, place = str(error).partition(" - at ")
+    text, _, place = str(error).partition(" - at ")
+    text = text[:1].lower() + text[1:]
     place = place.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
-    what = what[:1].lower() + what[1:]
-    return f"{place}: {what}" if place else what
+    if not place:
+        return text
+    return f"{place}: {text}"
 
 
 def value_of_json(data: bytes | str, kind: type[T] = object, **how: bool) -> T:  # type: ignore[assignment]
@@ -242,11 +252,11 @@ def read_json(path: str | os.PathLike[str], kind: type[T] = object, **how: bool)
     return value_of_json(read_bytes(path, JSON_BYTES), kind, **how)
 
 
-def expanded_size(value: object, most: int) -> int:
+def expanded_size(value: object, most_bytes: int) -> int:
     """Bytes of ``value``, plain data, if everything in it were written as often as it is meant.
 
-    ValueError if they are more than ``most``, or without end.  The pickler in C writes them, and
-    remembers nothing.
+    ValueError if they are more than ``most_bytes``, or without end.  The pickler in C writes them,
+    and remembers nothing.
     """
 
     class Counter:
@@ -254,8 +264,8 @@ def expanded_size(value: object, most: int) -> int:
 
         def write(self, data: bytes) -> None:
             self.size += len(data)
-            if self.size > most:
-                raise ValueError(f"it means more than {most:,} bytes, written as aliases")
+            if self.size > most_bytes:
+                raise ValueError(f"it means more than {most_bytes:,} bytes, written as aliases")
 
     counter = Counter()
     pickler = pickle.Pickler(counter, protocol=4)
@@ -276,11 +286,11 @@ def _check_yaml(text: str) -> None:
     """YAMLError, or ValueError for aliases, a few bytes of which may mean billions, and for nesting
     that would cost a parser of ``text`` too much.
     """
-    depth = most = 0
+    depth = deepest = 0
     for bracket in re.finditer(r"[][{}]", text):  # the scanner's time grows with their square
         depth += 1 if bracket[0] in "[{" else -1
-        most = max(most, depth)
-    if most > _DEPTH or _IN_LINE.search(text):
+        deepest = max(deepest, depth)
+    if deepest > _DEPTH or _IN_LINE.search(text):
         raise ValueError("it is nested too deeply")
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):

@@ -65,8 +65,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 0-3,9``."""
-    found = set(ranks)
-    return f"rank{'s' * (len(found) != 1)} {format_ranks(found)}"
+    distinct_ranks = set(ranks)
+    noun = "rank" if len(distinct_ranks) == 1 else "ranks"
+    return f"{noun} {format_ranks(distinct_ranks)}"
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,19 @@ def orthogonal_rank_groups(
     used and not its members: Megatron counts and concatenates all tp-ep-pp groups to make
     INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP (:1332 @core_v0.16.1).
     """
-    sizes, kept = np.asarray(parallel_size, dtype=np.int64), np.asarray(mask, dtype=bool)
+    sizes = np.asarray(parallel_size, dtype=np.int64)
+    spanned = np.asarray(mask, dtype=bool)
     strides = np.cumprod(np.concatenate(([1], sizes[:-1]))).astype(np.int64)
     if containing is None:
-        firsts = _corners(sizes[~kept], strides[~kept])
+        first_ranks = _corners(sizes[~spanned], strides[~spanned])
     else:
         ranks = np.fromiter(containing, dtype=np.int64)
-        where = (ranks[:, None] // strides % sizes)[:, ~kept]  # int64 [ranks, axes not spanned]
+        coordinates = ranks[:, None] // strides % sizes  # int64 [ranks, axes]
         # Groups are numbered over the axes they do not span, the first fastest; since strides grow
         # along the axes, that is also the order of their lowest ranks.
-        firsts = np.unique(where @ strides[~kept])
-    groups: np.ndarray = firsts[:, None] + _corners(sizes[kept], strides[kept])
+        first_ranks = np.unique(coordinates[:, ~spanned] @ strides[~spanned])
+    offsets = _corners(sizes[spanned], strides[spanned])
+    groups: np.ndarray = first_ranks[:, None] + offsets
     return groups
 
 
@@ -220,11 +223,13 @@ class World:
         if self.etp is None:
             object.__setattr__(self, "etp", self.tp)
         _check_sizes(self)
-        strides = [self._stride(grid, "pp") for grid in ("dense", "expert")]
-        if strides[0] != strides[1]:
-            apart = f"{strides[0]} (dense layers) and {strides[1]} (expert layers)"
-            fix = f"use the order {DEFAULT_ORDER}, or etp x ep = tp x cp = {self.tp * self.cp}"
-            raise WorldError(f"order {self.order}: stages are {apart} ranks apart", fix=fix)
+        dense_stride, expert_stride = self._stride("dense", "pp"), self._stride("expert", "pp")
+        if dense_stride != expert_stride:
+            raise WorldError(
+                f"order {self.order}: stages are {dense_stride} (dense layers) and "
+                f"{expert_stride} (expert layers) ranks apart",
+                fix=f"use the order {DEFAULT_ORDER}, or etp x ep = tp x cp = {self.tp * self.cp}",
+            )
 
     @cached_property
     def _grids(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -232,8 +237,10 @@ class World:
         axes = _ordered_axes(self)
         dense = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
         expert = {"tp": self.etp or self.tp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp}
-        grids = {"dense": dense, "expert": expert}
-        return {name: (axes, tuple(sizes[a] for a in axes)) for name, sizes in grids.items()}
+        return {
+            "dense": (axes, tuple(dense[axis] for axis in axes)),
+            "expert": (axes, tuple(expert[axis] for axis in axes)),
+        }
 
     # -- sizes -------------------------------------------------------------------------------------
 
@@ -257,12 +264,12 @@ class World:
         """Model chunks of one stage (vpp, or 1)."""
         return self.vpp or 1
 
-    def same_places(self, other: World) -> bool:
+    def same_places(self, world: World) -> bool:
         """Whether every rank has the same coordinates in both, whatever chunks stages and ranks
         nodes have.
         """
-        a, b = (replace(one, vpp=None, gpus_per_node=None) for one in (self, other))
-        return a == b
+        own_places = replace(self, vpp=None, gpus_per_node=None)
+        return own_places == replace(world, vpp=None, gpus_per_node=None)
 
     def axis_sizes(self) -> dict[str, int]:
         """Size of every coordinate, in the order of ``Coordinates``."""
@@ -325,12 +332,12 @@ class World:
 
         WorldError when no rank has them all: dense and expert coordinates can exclude each other.
         """
-        found = self.matching(**coordinates)
-        if not found.size:
+        ranks = self.matching(**coordinates)
+        if not ranks.size:
             wanted = ", ".join(f"{axis}={value}" for axis, value in coordinates.items())
             message = f"no rank has {wanted} in {self}"
             raise WorldError(message, fix="leave one of the coordinates out")
-        return int(found[0])
+        return int(ranks[0])
 
     def select(self, text: str) -> tuple[int, ...]:
         """Ranks that a selector names, ascending, each once: ``0,517`` · ``0-127:8`` ·
@@ -354,9 +361,11 @@ class World:
         wanted: dict[str, int] = {}
         for term in terms:
             match = _CONDITION.fullmatch(term)
-            if match is None or match["axis"] in wanted:
-                what = "is given twice" if match else "is no condition like pp=3"
-                raise WorldError(f"selector {selector!r}: {term!r} {what}", fix=HELP)
+            if match is None:
+                message = f"selector {selector!r}: {term!r} is no condition like pp=3"
+                raise WorldError(message, fix=HELP)
+            if match["axis"] in wanted:
+                raise WorldError(f"selector {selector!r}: {term!r} is given twice", fix=HELP)
             wanted[match["axis"]] = int(match["value"])
         ranks: list[int] = self.matching(**wanted).tolist()
         if not ranks:
@@ -383,13 +392,15 @@ class World:
 
         megatron : release whose list of groups is meant, (0, 16) or (0, 19)
         """
-        found = {}
+        groups = dict[str, tuple[int, ...]]()
         for row in FAMILIES:
-            if row.since <= megatron and (members := self.group(rank, row)) is not None:
-                found[row.desc] = members
-                if row.twin:
-                    found[f"{row.desc}_GLOO"] = members
-        return found
+            members = self.group(rank, row) if row.since <= megatron else None
+            if members is None:
+                continue
+            groups[row.desc] = members
+            if row.twin:
+                groups[f"{row.desc}_GLOO"] = members
+        return groups
 
     def group(self, rank: int, which: Family | str) -> tuple[int, ...] | None:
         """This rank's group of one family (or group_desc), ascending; None if it is in none."""
@@ -405,8 +416,12 @@ class World:
             return np.arange(self.size)[None]
         axes, sizes = self._grids[row.grid]
         groups = orthogonal_rank_groups(sizes, [axis in row.axes for axis in axes], containing)
-        last = groups.shape[1] - 1
-        return groups[:, {"ends": sorted({0, last}), "first": [0]}.get(row.pick, slice(None))]
+        if row.pick == "first":
+            return groups[:, [0]]
+        if row.pick == "ends":  # a group of one is both of its ends
+            last = groups.shape[1] - 1
+            return groups[:, sorted({0, last})]
+        return groups
 
 
 def implied_size(tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> int:

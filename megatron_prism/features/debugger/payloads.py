@@ -139,27 +139,40 @@ def _selected(text: str) -> list[Breakpoint]:
 
     Raises UsageError for a range that goes backwards or has more than 256 steps.
     """
-    found = _RANGE.search(text)
-    if found is None:
-        one = Breakpoint.parse(text)
-        if one.number:
+    span = _RANGE.search(text)
+    if span is None:
+        selector = Breakpoint.parse(text)
+        if selector.number:
             raise UsageError(
-                f"--prism-payload {text!r}: #{one.number} counts from the job's start",
-                fix=f"nth={one.number}, which counts the calls that fit",
+                f"--prism-payload {text!r}: #{selector.number} counts from the job's start",
+                fix=f"nth={selector.number}, which counts the calls that fit",
             )
-        return [one]
-    key, a, b, m0, phase, c0, m1, c1 = found.groups()
-    if key:
-        steps = [f"{key}{n}" for n in _between(a, b)]
-    else:
-        steps = [f"{m}{phase}{c}" for m in _between(m0, m1) for c in _between(c0, c1)]
+        return [selector]
+    steps = _steps_of(span)
     if not 0 < len(steps) <= _MOST_STEPS:
         raise UsageError(
-            f"--prism-payload {text!r}: {found[0]} is no range of 1 to {_MOST_STEPS} steps",
+            f"--prism-payload {text!r}: {span[0]} is no range of 1 to {_MOST_STEPS} steps",
             fix="3B0..3B2, or iter=51..53",
         )
-    before, after = text[: found.start()], text[found.end() :]
-    return [one for step in steps for one in _selected(before + step + after)]
+    before, after = text[: span.start()], text[span.end() :]
+    selectors = list[Breakpoint]()
+    for step in steps:  # the text may have further ranges
+        selectors += _selected(before + step + after)
+    return selectors
+
+
+def _steps_of(span: re.Match[str]) -> list[str]:
+    """The steps of a range: iter=51 …, or 3B0 … of microbatches and chunks."""
+    key, first, last, first_microbatch, phase, first_chunk, last_microbatch, last_chunk = (
+        span.groups()
+    )
+    if key:
+        return [f"{key}{number}" for number in _between(first, last)]
+    steps = list[str]()
+    for microbatch in _between(first_microbatch, last_microbatch):
+        for chunk in _between(first_chunk, last_chunk):
+            steps.append(f"{microbatch}{phase}{chunk}")
+    return steps
 
 
 def _between(first: str, last: str) -> Sequence[int | str]:
@@ -182,9 +195,12 @@ class PayloadRecorder(_Keyed):
 
     def __init__(self, text: str, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         super().__init__()
-        chosen = [] if text == "all" else [c for one in text.split(";") for c in _selected(one)]
-        self._selectors = [one.select for one in chosen]
-        self.path, self._own_ns = file_of(folder, rank), 0
+        self._selectors = []
+        if text != "all":
+            for part in text.split(";"):
+                self._selectors += [selected.select for selected in _selected(part)]
+        self.path = file_of(folder, rank)
+        self._own_ns = 0
         self.count = self.raw = self.written = self.lost = 0
         self._queue: queue.Queue[tuple[dict[str, object], bytes] | None] = queue.Queue(_WAITING)
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +219,7 @@ class PayloadRecorder(_Keyed):
     ) -> dist.Work | None:
         call, key = self.key(group, op)
         work = self.through(group, op, answer, args, kwargs)
-        fits = not self._selectors or any(one.fits(call) for one in self._selectors)
+        fits = not self._selectors or any(selector.fits(call) for selector in self._selectors)
         if not fits or op == "send" or len(group.ranks) < 2:
             return work
         filled = _filled(op, args)
@@ -229,8 +245,8 @@ class PayloadRecorder(_Keyed):
 
     def _write(self) -> None:
         """Of the thread: compress and write, until there is no more."""
-        while (one := self._queue.get()) is not None:
-            head, data = one
+        while (record := self._queue.get()) is not None:
+            head, data = record
             packed = zlib.compress(data, 1)
             if self.written + len(packed) > MOST_BYTES:
                 self.lost += 1
@@ -314,12 +330,13 @@ def rows_of(folder: Path, rank: int) -> list[ComparedOp]:
 
     Raises UsageError for a foreign file.
     """
-    recorded, found = _Recorded(file_of(folder, rank)), []
+    recorded = _Recorded(file_of(folder, rank))
+    rows = list[ComparedOp]()
     for key, (_, _, record) in recorded.at.items():
         name = record.dtype.removeprefix("torch.")
         dtype = getattr(torch, name, None)
-        iteration, _, rest = key.partition(" ")
-        step, _, call = rest.partition(" ")
+        iteration, _, step_and_call = key.partition(" ")
+        step, _, call = step_and_call.partition(" ")
         with foreign.reading(recorded.path, "a recording of ours", _AGAIN):
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{key!r} is of {name}")
@@ -331,8 +348,8 @@ def rows_of(folder: Path, rank: int) -> list[ComparedOp]:
             "norm": f"{norm:.9g}",
             "values": f"{zlib.crc32(value.view(torch.uint8).numpy().tobytes()):08x}",
         }
-        found.append(ComparedOp(f"iteration {iteration}, {step}", call, fields))
-    return found
+        rows.append(ComparedOp(f"iteration {iteration}, {step}", call, fields))
+    return rows
 
 
 class PayloadReplayer(_Keyed):
@@ -343,13 +360,17 @@ class PayloadReplayer(_Keyed):
 
     def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         super().__init__()
-        self.path, self.replayed, self.missing = file_of(folder, rank), 0, 0
+        self.path = file_of(folder, rank)
+        self.replayed = 0
+        self.missing = 0
         self._file = _Recorded(self.path)
         self._names = {key.partition(" #")[0] for key in self._file.at}
-        found = self._file.header
-        self._arguments = None if (text := found.get("arguments")) is None else str(text)
-        check_header(self.path, found, {"format": FORMAT, "rank": rank, **header})
-        if virtual := found.get("virtual"):
+        recorded_header = self._file.header
+        arguments = recorded_header.get("arguments")
+        self._arguments = None if arguments is None else str(arguments)
+        check_header(self.path, recorded_header, {"format": FORMAT, "rank": rank, **header})
+        virtual = recorded_header.get("virtual")
+        if virtual:
             message = f"{self.path} was recorded among {virtual} virtual ranks: it holds mirrors"
             raise UsageError(message, fix="record a run in which all ranks are local")
 
@@ -367,13 +388,16 @@ class PayloadReplayer(_Keyed):
         _, key = self.key(group, op)
         work = self.through(group, op, answer, args, kwargs)
         filled = [] if op == "send" or len(group.ranks) < 2 else _filled(op, args)
-        if filled:
-            given = [self._fill(f"{key}.{place}", one) for place, one in enumerate(filled)]
-            for one, is_real in zip(filled, given, strict=True):
-                if is_real:
-                    group.world.values.overwritten(one)
-            self.replayed += all(given)
-            self.missing += not all(given)
+        if not filled:
+            return work
+        is_real = [self._fill(f"{key}.{place}", tensor) for place, tensor in enumerate(filled)]
+        for tensor, has_record in zip(filled, is_real, strict=True):
+            if has_record:
+                group.world.values.overwritten(tensor)
+        if all(is_real):
+            self.replayed += 1
+        else:
+            self.missing += 1
         return work
 
     def _fill(self, key: str, tensor: torch.Tensor) -> bool:

@@ -63,36 +63,40 @@ def expected(
     from megatron_prism.features.pacing.pacer import PacedCall
 
     ops = program.ops
-    mine = table.member == process
-    interaction = dict(zip(table.op[mine].tolist(), table.of[mine].tolist(), strict=True))
+    of_process = table.member == process
+    ops_that_meet = table.op[of_process].tolist()
+    interaction_of_op = dict(zip(ops_that_meet, table.of[of_process].tolist(), strict=True))
     sizes = program.num_bytes
-    launches: list[list[int]] = []
-    batches: dict[int, int] = {}
-    calls = []
-    hosts = call_ns(program, calibration or Calibration(), 0)
-    for i in calls_of(program):
-        launch, batch = -1, int(ops["batch"][i])
-        if i in interaction:
-            launch = batches.get(batch, -1)
+    launches = list[list[int]]()
+    launch_of_batch = dict[int, int]()
+    calls = list[PacedCall]()
+    host_ns = call_ns(program, calibration or Calibration(), 0)
+    for index in calls_of(program):
+        launch = -1  # a call that meets no virtual rank
+        if index in interaction_of_op:
+            # calls of a batch are launched together
+            batch = int(ops["batch"][index])
+            launch = launch_of_batch.get(batch, -1)
             if launch < 0:
                 launch = len(launches)
                 launches.append([])
                 if batch >= 0:
-                    batches[batch] = launch
-            launches[launch].append(interaction[i])
-        group, name = program.strings[ops["group"][i]], NAMES[ops["name"][i]]
-        blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
-        large = sizes[i] >= _LARGE and name != "send"
-        host = int(hosts[i]) if launch >= 0 else 0
-        calls.append(PacedCall(name, group, launch, blocks, large, host))
+                    launch_of_batch[batch] = launch
+            launches[launch].append(interaction_of_op[index])
+        group = program.strings[ops["group"][index]]
+        name = NAMES[ops["name"][index]]
+        blocks = nccl_blocks(name, max(0, int(sizes[index])), group_sizes[group])
+        is_large = sizes[index] >= _LARGE and name != "send"
+        host = int(host_ns[index]) if launch >= 0 else 0
+        calls.append(PacedCall(name, group, launch, blocks, is_large, host))
     return calls, launches
 
 
 def calls_of(program: Program) -> list[int]:
     """Its communications, as indices of its ops."""
     names = program.ops["name"]
-    found: list[int] = np.flatnonzero(IS_COLLECTIVE[names] | IS_PAIR[names]).tolist()
-    return found
+    indices: list[int] = np.flatnonzero(IS_COLLECTIVE[names] | IS_PAIR[names]).tolist()
+    return indices
 
 
 def nccl_blocks(op: str, num_bytes: int, size: int) -> int:
@@ -111,9 +115,11 @@ def nccl_blocks(op: str, num_bytes: int, size: int) -> int:
 
 def missing_ranks(folder: Path, world: World) -> list[int]:
     """The first rank of every stage of which ``folder`` has no slice."""
-    there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
-    stages = {world.coordinates(rank).pp for rank in there}
-    return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
+    captured_ranks = list[int]()
+    if folder.is_dir():
+        captured_ranks = slices.SliceStore(folder, world, {}).ranks()
+    captured_stages = {world.coordinates(rank).pp for rank in captured_ranks}
+    return [world.rank_at(pp=stage) for stage in world.stages if stage not in captured_stages]
 
 
 def capture_missing(
@@ -238,7 +244,7 @@ class Pace(TrainingListener):
         stamps = self.pacer.launcher.stamps()
         self.pacer.lags.append(self.pacer.launcher.lag())
         predicted, iteration = self._predicted()
-        found = pacer.summary(self.pacer, stamps, predicted)
+        figures = pacer.summary(self.pacer, stamps, predicted)
         return {
             "folder": str(self.asked.folder),
             "peers": "modelled: slices measured alone, after the local rank's stamps",
@@ -251,7 +257,7 @@ class Pace(TrainingListener):
             "predicted_iteration_us": iteration,
             "links": self.links.summary(),
             "host_of_calls": "as NCCL's" if any(c.host for c in self.pacer.calls) else "our own",
-            **found,
+            **figures,
         }
 
     def lines(self, pacing: Mapping[str, Any]) -> list[str]:
@@ -262,16 +268,18 @@ class Pace(TrainingListener):
             f"{pacing.get('late_calls', 0)} calls late, "
             f"{pacing.get('late_us', 0) / 1e3:.1f} ms in all"
         ]
-        if felt := pacing.get("iteration_us"):
+        iteration_us = pacing.get("iteration_us")
+        if iteration_us:
             lines.append(
-                f"  pacing    an iteration took {felt / 1e3:,.1f} ms, where the replay has "
+                f"  pacing    an iteration took {iteration_us / 1e3:,.1f} ms, where the replay has "
                 f"{pacing['predicted_iteration_us'] / 1e3:,.1f}"
             )
-        if (calls := pacing.get("calls_paced")) and (bound := pacing["host_bound"]) > calls // 2:
+        calls = pacing.get("calls_paced")
+        if calls and pacing["host_bound"] > calls // 2:
             lines.append(
-                f"  pacing    host-bound: {bound:,} of {calls:,} calls of an iteration began as "
-                "soon as they were issued; the GPU waits for Python, and a faster host would be "
-                "felt"
+                f"  pacing    host-bound: {pacing['host_bound']:,} of {calls:,} calls of an "
+                "iteration began as soon as they were issued; the GPU waits for Python, and a "
+                "faster host would be felt"
             )
         lines.append(f"  pacing    {pacing['links']['said']}")
         lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
@@ -300,10 +308,11 @@ class Pace(TrainingListener):
                 begin[call.launch] = min(ready, begin.get(call.launch, ready))
                 end[call.launch] = max(ended, end.get(call.launch, ended))
                 group.setdefault(call.launch, call.group)
-        found: dict[str, float] = {}
+        us_of_group = dict[str, float]()
         for launch, name in group.items():
-            found[name] = found.get(name, 0.0) + (end[launch] - begin[launch]) / 1e3
-        return {name: round(us, 1) for name, us in found.items()}, line.iteration_ns / 1e3
+            launch_us = (end[launch] - begin[launch]) / 1e3
+            us_of_group[name] = us_of_group.get(name, 0.0) + launch_us
+        return {name: round(us, 1) for name, us in us_of_group.items()}, line.iteration_ns / 1e3
 
 
 def add_to(run: Run, session: Session, asked: PaceOptions) -> None:
@@ -327,8 +336,8 @@ def add_to(run: Run, session: Session, asked: PaceOptions) -> None:
 def _all_slow_ranks(options: Options, asked: PaceOptions) -> str:
     """Join the ranks of ``--prism-slow`` with those that other features make slow."""
     parts = [asked.slow]
-    for other in options.asked_features:
-        parts.append(other.options.slow_ranks(options.world, options.ranks))
+    for feature in options.asked_features:
+        parts.append(feature.options.slow_ranks(options.world, options.ranks))
     return ";".join(part for part in parts if part)
 
 
@@ -338,25 +347,27 @@ def check(options: Options, asked: PaceOptions) -> None:
     if options.tier != "cuda":
         message = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
         raise UsageError(message, fix="prism replay predicts iteration times without a GPU")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
-    if here < options.num_processes:
-        message = f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} here"
-        fix = "name ranks of one host with --prism-ranks, or run each rank alone"
-        raise UsageError(message, fix=fix)
+    processes_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
+    if processes_of_host < options.num_processes:
+        raise UsageError(
+            f"--prism-pace: {options.num_processes} local ranks on several hosts, "
+            f"{processes_of_host} here",
+            fix="name ranks of one host with --prism-ranks, or run each rank alone",
+        )
     calibration(asked.folder)  # one that is damaged is said before captures
 
 
 def _digest(table: AnswerTimes) -> str:
     """A word for what all local ranks must have alike."""
-    found = hashlib.sha1(repr(table.local).encode())
+    digest = hashlib.sha1(repr(table.local).encode())
     for name in ("member", "op", "of", "own", "start", "cause", "back", "weight"):
-        found.update(np.ascontiguousarray(getattr(table, name)).tobytes())
-    return found.hexdigest()[:20]
+        digest.update(np.ascontiguousarray(getattr(table, name)).tobytes())
+    return digest.hexdigest()[:20]
 
 
 def slow_ranks(options: Options, slow: str) -> list[tuple[list[int], str]]:
     """(virtual ranks, factor) of each part of ``slow``; UsageError if it makes no sense."""
-    found = []
+    parts = list[tuple[list[int], str]]()
     for part in filter(None, slow.split(";")):
         text, _, factor = part.rpartition(":")
         fix = "write --prism-slow RANKS:FACTOR, such as 517:1.2 or pp=3,tp=0:3/2"
@@ -368,8 +379,8 @@ def slow_ranks(options: Options, slow: str) -> list[tuple[list[int], str]]:
             message = f"--prism-slow {part}: a local rank is as fast as it is"
             raise UsageError(message, fix="name virtual ranks")
         whatif.parse_factor(factor)  # bad usage now, not after captures
-        found.append((ranks, factor))
-    return found
+        parts.append((ranks, factor))
+    return parts
 
 
 def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
@@ -412,8 +423,8 @@ def calibration(folder: Path, device: str = "") -> Calibration | None:
 
 def _machine_of(device: str) -> str:
     """The shipped machine of a device's name."""
-    found = named_in(device)
-    if found is None:
+    machine = named_in(device)
+    if machine is None:
         message = f"--prism-pace: no machine is known for the device {device!r}"
         raise UsageError(message, fix=f"the known ones are {', '.join(machines())}")
-    return found
+    return machine

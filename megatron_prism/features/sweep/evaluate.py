@@ -227,13 +227,14 @@ def _timeline(
     programs: Programs, base: JobLayout, layout: JobLayout, settings: SweepSettings
 ) -> Timeline:
     """PrismError if it cannot be: the microbatches of ``base`` say what one takes."""
-    found, before = price(programs, machine=settings.machine).timeline, None
+    timeline = price(programs, machine=settings.machine).timeline
+    before = None
     if base.num_microbatches != layout.num_microbatches:
         family = settings.folder / "slices" / layout.family()
         captured = with_data_parallel(_captured(base, family, None), layout.world.dp)
         before = price(captured, machine=settings.machine).timeline
-    check_plausible(found, before)
-    return found
+    check_plausible(timeline, before)
+    return timeline
 
 
 def _programs(layout: JobLayout, settings: SweepSettings) -> tuple[Programs, JobLayout]:
@@ -254,26 +255,26 @@ def _slices(layout: JobLayout, base: JobLayout) -> str:
     """Where the slices are in the sweep's folder, with the what-ifs that make them the point's, as
     prism compare reads both.
     """
-    what = [f"slices/{layout.family()}/dp{base.world.dp}-m{base.num_microbatches}"]
+    words = [f"slices/{layout.family()}/dp{base.world.dp}-m{base.num_microbatches}"]
     if base.world.dp != layout.world.dp:
-        what.append(f"dp={layout.world.dp}")
+        words.append(f"dp={layout.world.dp}")
     if base.num_microbatches != layout.num_microbatches:
-        what.append(f"microbatches={layout.num_microbatches}")
-    return ",".join(what)
+        words.append(f"microbatches={layout.num_microbatches}")
+    return ",".join(words)
 
 
 def _base(layout: JobLayout, family: Path) -> JobLayout:
     """The member of the family to capture: one that is complete already, else of this dp."""
     dp, wanted = layout.world.dp, layout.num_microbatches
     few = min(wanted, layout.fewest)
-    there = sorted(
-        (int(found[2]), int(found[1]))
-        for path in family.glob("dp*-m*.whole")
-        if (found := re.fullmatch(r"dp(\d+)-m(\d+)", path.stem))
-    )
-    for microbatches, size in sorted(there, key=lambda pair: (pair[1] != dp, pair)):
+    complete = list[tuple[bool, int, int]]()  # has another dp, microbatches, dp
+    for path in family.glob("dp*-m*.whole"):
+        sizes = re.fullmatch(r"dp(\d+)-m(\d+)", path.stem)
+        if sizes:
+            complete.append((int(sizes[1]) != dp, int(sizes[2]), int(sizes[1])))
+    for _, microbatches, replicas in sorted(complete):
         if microbatches in (wanted, few):
-            return layout.resized(size, microbatches)
+            return layout.resized(replicas, microbatches)
     return layout.resized(dp, few)
 
 
@@ -290,22 +291,35 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
     folder = whole.with_suffix("")
     if whole.exists():
         return assemble(folder)
-    more = family / f"dp{base.world.dp}-m{base.fewest}"
-    beside = base.num_microbatches < base.fewest and not more.exists()
-    for one in (folder, more)[: 1 + beside]:
-        one.mkdir(parents=True, exist_ok=True)
-        for path in one.glob(".*"):  # of a writer that was killed
-            path.unlink(missing_ok=True)
+    # slices of as many microbatches as others follow from, beside those of too few
+    more_folder: Path | None = None
+    if base.num_microbatches < base.fewest:
+        more_folder = family / f"dp{base.world.dp}-m{base.fewest}"
+        if more_folder.exists():
+            more_folder = None
+    _make_empty_of_killed(folder)
+    if more_folder is not None:
+        _make_empty_of_killed(more_folder)
     for stage in base.world.stages:
-        slice_ = base.capture(folder, stage, _capture_server, more if beside else None)
-        if limit is not None and (top := peak(load(slice_).programs[0])) is not None:
-            _check_fits(top.num_bytes, f"stage {stage}", limit)
-    made = base.assembled(folder)
+        slice_path = base.capture(folder, stage, _capture_server, more_folder)
+        if limit is not None:
+            stage_peak = peak(load(slice_path).programs[0])
+            if stage_peak is not None:
+                _check_fits(stage_peak.num_bytes, f"stage {stage}", limit)
+    programs = base.assembled(folder)
     whole.touch()
-    names = {path.name for path in folder.glob("slice-*")}
-    if beside and names <= {path.name for path in more.glob("slice-*")}:
-        more.with_name(f"{more.name}.whole").write_text(_BESIDE)
-    return made
+    if more_folder is not None:
+        names = {path.name for path in folder.glob("slice-*")}
+        if names <= {path.name for path in more_folder.glob("slice-*")}:
+            more_folder.with_name(f"{more_folder.name}.whole").write_text(_BESIDE)
+    return programs
+
+
+def _make_empty_of_killed(folder: Path) -> None:
+    """Make a folder of slices; what a writer that was killed has left in it goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(".*"):
+        path.unlink(missing_ok=True)
 
 
 def _whole(family: Path, base: JobLayout) -> Path:
@@ -333,29 +347,38 @@ def _memory(
     A stage is not looked at if its tensors, context and NCCL take less than ``_CLOSE`` of the most:
     fragmentation differs less between stages.
     """
-    device, beside, needs = nccl_buffers.read(settings.device), {}, {}
+    device = nccl_buffers.read(settings.device)
+    bytes_beyond = dict[int, int | None]()  # by program: context and NCCL; None: not known
+    needed_bytes = dict[int, int]()
     for index in set(programs.program_of.tolist()):
-        if tensors := programs.programs[index].peak_bytes():
-            beside[index] = nccl_buffers.beyond_reserved(programs, index, device).num_bytes
-            needs[index] = tensors + (beside[index] or 0)
-    family, found = settings.folder / "slices" / layout.family(), []
+        tensor_bytes = programs.programs[index].peak_bytes()
+        if tensor_bytes:
+            beyond = nccl_buffers.beyond_reserved(programs, index, device).num_bytes
+            bytes_beyond[index] = beyond
+            needed_bytes[index] = tensor_bytes + (beyond or 0)
+    close_bytes = _CLOSE * max(needed_bytes.values(), default=0)
+    family = settings.folder / "slices" / layout.family()
     before = _whole(family, base).read_text().strip() or "as captured"
-    for index in [i for i, need in needs.items() if need >= _CLOSE * max(needs.values())]:
-        program, beyond = programs.programs[index], beside[index]
-        top, held = known_peak(program), _reserved(program, family, programs.world.size)
-        found.append(
+    stages = list[Figures]()
+    for index, needed in needed_bytes.items():
+        if needed < close_bytes:
+            continue
+        program, beyond = programs.programs[index], bytes_beyond[index]
+        top = known_peak(program)
+        reserved_bytes = _reserved(program, family, programs.world.size)
+        stages.append(
             {
                 "stage": f"stage {programs.world.coordinates(program.rank).pp}",
-                "bytes": held if beyond is None else held + beyond,
+                "bytes": reserved_bytes + (beyond or 0),
                 "level": "reserved" if beyond is None else "device",
                 "allocated": top.num_bytes,
-                "reserved": held,
+                "reserved": reserved_bytes,
                 "history": programs.source.get(WHAT_IF, before),
                 "at": top.op.label,
                 "by_kind": {kind: size for kind, size in top.by_kind.items() if size},
             }
         )
-    return max(found, key=lambda one: one["bytes"])
+    return max(stages, key=lambda stage: stage["bytes"])
 
 
 def _reserved(program: Program, family: Path, num_ranks: int) -> int:
@@ -373,47 +396,46 @@ def _reserved(program: Program, family: Path, num_ranks: int) -> int:
     try:
         return int(place.read_text())
     except (OSError, ValueError):
-        found = expected_reserved(reserved(program), num_ranks)
-        write_whole(place, f"{found}\n", force=True)
-        return found
+        num_bytes = expected_reserved(reserved(program), num_ranks)
+        write_whole(place, f"{num_bytes}\n", force=True)
+        return num_bytes
 
 
 def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     """What ``prism replay --json`` says of the point, as far as a sweep compares it."""
     metrics = renderer_of(timeline).metrics(timeline)
-    every: Figures = dataclasses.asdict(metrics)
+    all_figures: Figures = dataclasses.asdict(metrics)
     programs = timeline.graph.programs
     world = programs.world
-    tokens = every["tokens_per_s"]["value"]
-    found = {
-        key: every[key]
-        for key in ("iteration_ns", "low_ns", "high_ns", "computing", "exposed", "bubble")
-    }
-    found |= {
-        "tokens_per_gpu": None if tokens is None else tokens / world.size,
-        "mfu": every["mfu"]["value"],
-        "p95_ns": None,
-        "sources": [
-            {key: one[key] for key in ("what", "low_ns", "high_ns", "of")}
-            for one in every["uncertainties"]
-        ],
-        "stages": [
-            {
-                key: one[key]
-                for key in ("name", "count", "compute", "exposed", "waiting", "idle", "critical")
-            }
-            for one in every["classes"]
-        ],
-        "path": [
-            {key: part[key] for key in ("phase", "what", "group", "ns")}
-            for part in every["path"][:12]
-        ],
-    }
-    assumed = programs.source.get(WHAT_IF, "as captured")
-    found["provenance"] = assumed
-    found["gpus"] = world.size
-    found["headline"] = every["headline"]
+    tokens_per_s = all_figures["tokens_per_s"]["value"]
+    figures = _fields(all_figures, "iteration_ns low_ns high_ns computing exposed bubble")
+    figures["tokens_per_gpu"] = None if tokens_per_s is None else tokens_per_s / world.size
+    figures["mfu"] = all_figures["mfu"]["value"]
+    figures["p95_ns"] = None
+    figures["sources"] = [
+        _fields(source, "what low_ns high_ns of") for source in all_figures["uncertainties"]
+    ]
+    figures["stages"] = [
+        _fields(row, "name count compute exposed waiting idle critical")
+        for row in all_figures["classes"]
+    ]
+    figures["path"] = [
+        _fields(part, "phase what group ns") for part in all_figures["path"][:_SHOWN_PARTS]
+    ]
+    figures["provenance"] = programs.source.get(WHAT_IF, "as captured")
+    figures["gpus"] = world.size
+    figures["headline"] = all_figures["headline"]
     if settings.tail:
         drawn = predict(programs, machine=settings.machine, samples=_SAMPLES, seed=0)
-        found["p95_ns"] = next((q.ns for q in drawn.quantiles if q.level == 0.95), None)
-    return found
+        for quantile in drawn.quantiles:
+            if quantile.level == 0.95:
+                figures["p95_ns"] = quantile.ns
+    return figures
+
+
+_SHOWN_PARTS = 12  # of the critical path
+
+
+def _fields(figures: Figures, names: str) -> Figures:
+    """The figures of these names, in their order."""
+    return {name: figures[name] for name in names.split()}
