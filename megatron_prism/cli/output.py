@@ -131,14 +131,17 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print("\n".join(listed([head, *rows])))
 
 
-def print_lines(text: str, whole: Collection[str]) -> None:
-    """Print lines of any length: a terminal gets them broken between words, but those of ``whole``,
-    which are to be pasted; anything else gets them as they are, to search.
+def print_lines(text: str, unbroken: Collection[str]) -> None:
+    """Print lines of any length: a terminal gets them broken between words, but those that have
+    one of ``unbroken``, which are to be pasted; anything else gets them as they are, to search.
     """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for line in text.splitlines():
-        kept = len(line) <= width or not width or any(one and one in line for one in whole)
-        print(*([line] if kept else folded(line, 4, width)), sep="\n")
+        to_paste = any(words and words in line for words in unbroken)
+        if len(line) <= width or not width or to_paste:
+            print(line)
+        else:
+            print(*folded(line, 4, width), sep="\n")
 
 
 def print_json(value: object) -> None:
@@ -253,10 +256,22 @@ def check_outputs(asked: Sequence[Path | None], force: bool, inputs: Sequence[st
     for path in paths:
         check_not_taken(path, force)
         check_writable(path.absolute().parent, "")
-        slices = [path.parent] if path.suffix == ".prism" else []
-        there = [place for place in (path, *slices) if place.exists()]
-        if any(os.path.exists(one) and place.samefile(one) for place in there for one in inputs):
+        if _is_input(path, inputs):
             raise UsageError(f"{path} is what is read", fix="name another file to write")
+
+
+def _is_input(path: Path, inputs: Sequence[str]) -> bool:
+    """Whether ``path``, or the folder of a slice, is among what is read."""
+    places = [path]
+    if path.suffix == ".prism":
+        places.append(path.parent)
+    for place in places:
+        if not place.exists():
+            continue
+        for name in inputs:
+            if os.path.exists(name) and place.samefile(name):
+                return True
+    return False
 
 
 def write_outputs(force: bool, *outputs: tuple[Path | None, Callable[[], str]]) -> None:

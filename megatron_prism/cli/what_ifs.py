@@ -80,9 +80,13 @@ def _warn_without_times(programs: Programs) -> None:
     """
     from megatron_prism.core.ops import CODE
 
-    segments = [one.ops[one.ops["name"] == CODE["compute"]] for one in programs.programs]
-    known = ((rows[key] > 0).any() for rows in segments for key in ("ns", "flops", "traffic"))
-    if any(map(len, segments)) and not any(known):
+    has_segments = has_work = False
+    for program in programs.programs:
+        segments = program.ops[program.ops["name"] == CODE["compute"]]
+        has_segments = has_segments or len(segments) > 0
+        for column in ("ns", "flops", "traffic"):
+            has_work = has_work or bool((segments[column] > 0).any())
+    if has_segments and not has_work:
         print(
             "prism: warning: no segment says how long it takes or what it computes: each counts as "
             "the shortest kernel, and what follows is no job's time. prism capture RECIPE -o DIR "
@@ -112,9 +116,9 @@ def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -
     as_captured = price(programs, what_if=what_if, **how)
     if wanted is None:
         return as_captured
-    other = price(with_microbatches(programs, wanted), what_if=what_if, **how)
-    check_plausible(other.timeline, as_captured.timeline)
-    return other
+    changed = price(with_microbatches(programs, wanted), what_if=what_if, **how)
+    check_plausible(changed.timeline, as_captured.timeline)
+    return changed
 
 
 def with_microbatches(programs: Programs, wanted: int) -> Programs:

@@ -7,6 +7,7 @@ and peers without a Python loop.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,19 +52,18 @@ class Membership:
     @cached_property
     def group_of(self) -> np.ndarray:
         """int32 [size]: the group of every rank, -1 for ranks in none."""
-        found = np.full(self.size, -1, dtype=np.int32)
-        found[self.members] = np.repeat(
-            np.arange(len(self.start) - 1, dtype=np.int32), self.group_sizes
-        )
-        return found
+        group_of = np.full(self.size, -1, dtype=np.int32)
+        groups = np.arange(len(self.start) - 1, dtype=np.int32)
+        group_of[self.members] = np.repeat(groups, self.group_sizes)
+        return group_of
 
     @cached_property
     def position(self) -> np.ndarray:
         """int32 [size]: the group rank of every rank, -1 for ranks in none."""
-        found = np.full(self.size, -1, dtype=np.int32)
-        within = np.arange(len(self.members)) - np.repeat(self.start[:-1], self.group_sizes)
-        found[self.members] = within
-        return found
+        position = np.full(self.size, -1, dtype=np.int32)
+        first = np.repeat(self.start[:-1], self.group_sizes)
+        position[self.members] = np.arange(len(self.members)) - first
+        return position
 
     @property
     def group_sizes(self) -> np.ndarray:
@@ -82,12 +82,12 @@ class Membership:
 
         Positions wrap around, as pipelines do from the last stage to the first.
         """
-        found = np.full(self.size, -1, dtype=np.int32)
+        peers = np.full(self.size, -1, dtype=np.int32)
         sizes = np.repeat(self.group_sizes, self.group_sizes)
         first = np.repeat(self.start[:-1], self.group_sizes)
-        within = np.arange(len(self.members)) - first
-        found[self.members] = self.members[first + (within + offset) % sizes]
-        return found
+        position = np.arange(len(self.members)) - first
+        peers[self.members] = self.members[first + (position + offset) % sizes]
+        return peers
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Per group the sum of its members' ``values`` (one per rank of the world), wrapping."""
@@ -119,7 +119,7 @@ def _regular(name: str, matrix: np.ndarray, size: int) -> Membership:
 
 def of_lists(name: str, groups: Sequence[Sequence[int]], size: int) -> Membership:
     """Groups as a person wrote them, in group order.  ProgramError if they cannot be."""
-    members = np.array([rank for group in groups for rank in group], dtype=np.int64)
+    members = np.array(list(itertools.chain.from_iterable(groups)), dtype=np.int64)
     counts = np.array([len(group) for group in groups], dtype=np.int64)
     outside = members[(members < 0) | (members >= size)]
     if outside.size:
@@ -159,7 +159,7 @@ def short_name(desc: str) -> str:
 
 def with_short_names(text: str) -> str:
     """``text`` with the short names of the groups that it names, if they have one."""
-    return re.sub(r"\b[A-Z]\w+_GROUP(?:_WITH_CP)?\b", lambda found: short_name(found[0]), text)
+    return re.sub(r"\b[A-Z]\w+_GROUP(?:_WITH_CP)?\b", lambda match: short_name(match[0]), text)
 
 
 def kind(desc: str) -> str:
@@ -200,23 +200,28 @@ def subgroups(world: World, name: str, ranks: Sequence[int]) -> tuple[tuple[int,
         rows = stages[:, np.isin(stages, own).any(axis=0)]
     else:
         return None
-    found = _cut(rows, own)
-    return None if found is None else tuple(map(tuple, found.tolist()))
+    groups = _cut(rows, own)
+    if groups is None:
+        return None
+    return tuple(map(tuple, groups.tolist()))
 
 
 def _rows(world: World, name: str) -> np.ndarray:
     """[groups, members] of a family."""
-    whole = of_family(world, name)
-    return whole.members.reshape(len(whole.start) - 1, -1)
+    family_groups = of_family(world, name)
+    return family_groups.members.reshape(len(family_groups.start) - 1, -1)
 
 
 def _cut(rows: np.ndarray, own: np.ndarray) -> np.ndarray | None:
     """[groups, members] of all rows cut as the one that ``own`` is of: every so many places."""
     (row,) = rows[(rows == own[0]).any(axis=1)]
-    places, size = np.flatnonzero(np.isin(row, own)), len(own)
+    size = len(own)
+    places = np.flatnonzero(np.isin(row, own))
     step = int(places[1] - places[0]) if len(places) > 1 else 1
     if len(places) < size or rows.shape[1] % (size * step):
         return None
+    # a block of size x step places has ``step`` groups, which take turns in it
     blocks = rows.reshape(rows.shape[0], -1, size, step)
-    found = np.sort(blocks.transpose(0, 1, 3, 2).reshape(-1, size), axis=1)
-    return found if (found == own).all(axis=1).any() else None
+    groups = np.sort(blocks.transpose(0, 1, 3, 2).reshape(-1, size), axis=1)
+    has_own = (groups == own).all(axis=1).any()
+    return groups if has_own else None

@@ -40,9 +40,11 @@ NAMES = ("compute", "record", "wait", "host_wait", "grad_sync", "param_sync", "m
 )
 CODE = {name: code for code, name in enumerate(NAMES)}
 IS_PAIR = np.array([name in ("send", "recv") for name in NAMES])
-IS_COLLECTIVE = np.array([any(r.name == n and r.kind == "group" for r in TABLE) for n in NAMES])
+_COLLECTIVES = frozenset(row.name for row in TABLE if row.kind == "group")
+_OF_NCCL = frozenset(row.name for row in TABLE if row.nccl)
+IS_COLLECTIVE = np.array([name in _COLLECTIVES for name in NAMES])
 IS_CALL = IS_COLLECTIVE | IS_PAIR
-IS_NCCL = np.array([any(row.name == name and row.nccl for row in TABLE) for name in NAMES])
+IS_NCCL = np.array([name in _OF_NCCL for name in NAMES])
 # letters of the text form; W is a weight gradient computed apart from its backward
 PHASES = {"": "-", "forward": "F", "backward": "B", "weight": "W", "optimizer": "O", "sync": "G"}
 PHASE_NAMES = tuple(PHASES)
@@ -157,10 +159,10 @@ class Op:
         return CallLabel(self.name, self.group, -1, *place)
 
     def __post_init__(self) -> None:
-        for name, known in CODED.items():
-            if getattr(self, name) not in known:
+        for name, values in CODED.items():
+            if getattr(self, name) not in values:
                 message = f"an op's {name} cannot be {getattr(self, name)!r}"
-                raise ProgramError(message, fix=f"use one of {', '.join(filter(None, known))}")
+                raise ProgramError(message, fix=f"use one of {', '.join(filter(None, values))}")
 
 
 def label(phase: str, microbatch: int, chunk: int) -> str:
@@ -171,7 +173,7 @@ def label(phase: str, microbatch: int, chunk: int) -> str:
 
 
 # columns in which -1 is "unknown" or "none"
-UNKNOWN = ("splits", *(one.name for one in fields(Op) if one.default == -1))
+UNKNOWN = ("splits", *(column.name for column in fields(Op) if column.default == -1))
 
 
 @cache
@@ -180,9 +182,16 @@ def limits(field: str) -> tuple[int, int]:
 
     Those of 64 bits stay below 2^59, so that what follows from them (bytes, sums) fits as well.
     """
-    kinds = {name: table[name] for table in (ALLOCATION, OP) for name in table.names or ()}
-    most = min(int(np.iinfo(kinds.get(field, np.int32)).max), 1 << 59)
-    return -most if field == "peer" else 0 if field in ("rank", "storage", "bytes") else -1, most
+    dtype = np.dtype(np.int32)
+    for table in (ALLOCATION, OP):
+        if field in (table.names or ()):
+            dtype = table[field]
+    largest = min(int(np.iinfo(dtype).max), 1 << 59)
+    if field == "peer":  # an offset, which may go back
+        return -largest, largest
+    if field in ("rank", "storage", "bytes"):
+        return 0, largest
+    return -1, largest
 
 
 @dataclass(frozen=True)

@@ -113,17 +113,18 @@ def check_sizes() -> None:
         * args.pipeline_model_parallel_size
         * args.context_parallel_size
     )
-    one = args.micro_batch_size * ranks
-    for name, most in (
+    samples_of_microbatch = args.micro_batch_size * ranks
+    for name, largest in (
         ("num_layers", MOST_LAYERS),
         ("num_experts", MOST_EXPERTS),
-        ("global_batch_size", MOST_MICROBATCHES * one),
+        ("global_batch_size", MOST_MICROBATCHES * samples_of_microbatch),
     ):
-        value, option = getattr(args, name, None) or 0, f"--{name.replace('_', '-')}"
-        if value > most:
+        value = getattr(args, name, None) or 0
+        if value > largest:
+            option = f"--{name.replace('_', '-')}"
             raise UsageError(
                 f"{option} {value} is more than anybody can wait for",
-                fix=f"{option} {most} or less",
+                fix=f"{option} {largest} or less",
             )
 
 
@@ -151,20 +152,34 @@ def of_namespace(
     actions: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
         actions.setdefault(action.dest, []).append(action)
-    given, others = dict[str, str](), dict[str, str]()
+    on_line, set_by_code = dict[str, str](), dict[str, str]()
     for name, value in values.items():
-        known = actions.get(name, ())
-        if not matters(name) or known and text_of(value) == text_of(parser.get_default(name)):
+        own_actions = actions.get(name, [])
+        if not matters(name):
             continue
-        own = f"--{name.replace('_', '-')}"  # of the script's own arguments
-        options = [option for action in known for option in action.option_strings] or [own]
-        if any(option.startswith(word) for option in options for word in typed):
-            option, text = _as_typed(own, value, known)
-            given[option] = text
-        else:  # a validation's or the script's, unless a default that people know by its option
-            option, text = _as_typed(own, value, known) if known else (name, text_of(value))
-            others[option] = text
-    return job_settings.as_text(given, others)
+        if own_actions and text_of(value) == text_of(parser.get_default(name)):
+            continue
+        own_option = f"--{name.replace('_', '-')}"  # of the script's own arguments
+        option, text = _as_typed(own_option, value, own_actions)
+        if _is_typed(own_option, own_actions, typed):
+            on_line[option] = text
+        elif own_actions:  # a validation's, which people know by its option
+            set_by_code[option] = text
+        else:  # the script's
+            set_by_code[name] = text_of(value)
+    return job_settings.as_text(on_line, set_by_code)
+
+
+def _is_typed(own_option: str, actions: Iterable[argparse.Action], typed: tuple[str, ...]) -> bool:
+    """Whether a command line has an option of ``actions``, or what begins one."""
+    options = list[str]()
+    for action in actions:
+        options += action.option_strings
+    for option in options or [own_option]:
+        for word in typed:
+            if option.startswith(word):
+                return True
+    return False
 
 
 def _as_typed(takes: str, value: Any, actions: Iterable[argparse.Action]) -> tuple[str, str]:
@@ -196,31 +211,38 @@ def text_of(value: Any, depth: int = 0) -> str:
     if depth >= _DEPTH:
         return type(value).__qualname__
     if isinstance(value, (set, frozenset)):
-        value = sorted(value, key=lambda one: text_of(one, depth + 1))
+        value = sorted(value, key=lambda item: text_of(item, depth + 1))
     if isinstance(value, (list, tuple)):
-        parts = " ".join(text_of(one, depth + 1) for one in value)
+        parts = " ".join(text_of(item, depth + 1) for item in value)
         return f"({parts})" if depth else parts
     if isinstance(value, Mapping):
-        pairs = sorted((str(key), text_of(one, depth + 1)) for key, one in value.items())
-        return "{" + " ".join(f"{key}={one}" for key, one in pairs) + "}"
+        pairs = sorted((str(key), text_of(item, depth + 1)) for key, item in value.items())
+        return "{" + " ".join(f"{key}={text}" for key, text in pairs) + "}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if held := getattr(value, "__dict__", None):
-        public = {key: one for key, one in held.items() if not key.startswith("_")}
+    attributes = getattr(value, "__dict__", None)
+    if attributes:
+        public = {key: item for key, item in attributes.items() if not key.startswith("_")}
         return f"{type(value).__qualname__}{text_of(public, depth + 1)}"
     text = str(value)  # dtypes, numpy's numbers
-    return type(value).__qualname__ if " at 0x" in text else text.removeprefix("torch.")
+    if " at 0x" in text:  # an address of this process
+        return type(value).__qualname__
+    return text.removeprefix("torch.")
 
 
 def _without_path(text: str) -> str:
     """``text``, or a digest for what names a place: of its file's content if there is one."""
-    kept, file = text.encode(), Path(text)
+    content = text.encode()
+    file = Path(text)
     names_place = text.startswith(("/", "~", "./", "../")) or "://" in text
     with contextlib.suppress(OSError, ValueError):
-        looked = "/" in text or file.suffix
-        if looked and file.is_file() and file.stat().st_size <= _LARGEST:
-            kept, names_place = file.read_bytes(), True
-    return f"digest:{hashlib.sha1(kept).hexdigest()[:12]}" if names_place else text
+        may_be_file = "/" in text or file.suffix
+        if may_be_file and file.is_file() and file.stat().st_size <= _LARGEST:
+            content = file.read_bytes()
+            names_place = True
+    if not names_place:
+        return text
+    return f"digest:{hashlib.sha1(content).hexdigest()[:12]}"
 
 
 def program_words(words: Iterable[str]) -> dict[str, str]:

@@ -79,51 +79,59 @@ def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
     """
     place = Path(path)
     names = ("*.json", "*.json.gz")
-    files = sorted(one for name in names for one in place.glob(name)) if place.is_dir() else [place]
+    files = [place]
+    if place.is_dir():
+        files = sorted(file for name in names for file in place.glob(name))
     fix = "a file of prism calibrate --host -o HOST.json, or traces of torch.profiler"
     with foreign.reading(path, "an index of a host", fix):
         if not files:
             raise ValueError(f"it has neither of {' and '.join(names)}")
-        texts = (foreign.read_unpacked(one, _MOST) for one in files)
-        read = [msgspec.json.decode(text, type=_File, strict=False) for text in texts]
-        stored = read[0].host_index
-        if len(read) == 1 and stored is not None:
+        texts = (foreign.read_unpacked(file, _MOST) for file in files)
+        contents = [msgspec.json.decode(text, type=_File, strict=False) for text in texts]
+        stored = contents[0].host_index
+        if len(contents) == 1 and stored is not None:
             if stored.version != VERSION:
-                what = f"of version {stored.version}, this release compares version {VERSION}"
-                raise ValueError(f"its host index is {what}")
+                raise ValueError(
+                    f"its host index is of version {stored.version}, this release compares "
+                    f"version {VERSION}"
+                )
             return stored
-        return _of_traces([one.traceEvents for one in read], place.name)
+        return _of_traces([content.traceEvents for content in contents], place.name)
 
 
 def _of_traces(traces: Sequence[Sequence[_Event]], source: str) -> HostIndex:
     """The median of what operators of the traces take; each trace counts alike."""
     alone = [_alone(events) for events in traces]
     for name, base in TRACED.items():
-        each = [took[name] * 1000 / base for took in alone if len(took[name]) >= _ENOUGH]
-        if each:
-            index = float(np.median([np.median(times) for times in each]))
-            windows = [
-                np.median(times[i : i + _WINDOW])
-                for times in each
-                for i in range(0, len(times), _WINDOW)
-            ]
-            low, high = np.quantile(windows, [0.1, 0.9])
-            return HostIndex(index, float((high - low) / 2 / index), {name: index}, source)
+        # of each trace, times as a share of the reference host's
+        shares = [took[name] * 1000 / base for took in alone if len(took[name]) >= _ENOUGH]
+        if not shares:
+            continue
+        index = float(np.median([np.median(times) for times in shares]))
+        window_medians = list[float]()
+        for times in shares:
+            for first in range(0, len(times), _WINDOW):
+                window_medians.append(float(np.median(times[first : first + _WINDOW])))
+        low, high = np.quantile(window_medians, [0.1, 0.9])
+        return HostIndex(index, float((high - low) / 2 / index), {name: index}, source)
     raise ValueError(f"it has no {_ENOUGH} events of {' or '.join(TRACED)}")
 
 
 def _alone(events: Sequence[_Event]) -> dict[str, np.ndarray]:
     """Operator of ``TRACED`` -> us of each that calls nothing which the trace has."""
-    mine = sorted(
-        (str(one.tid), one.ts, -one.dur, str(one.name))
-        for one in events
-        if one.cat in _ON_HOST and one.ts is not None and one.dur
-    )
+    # by thread and begin; of several that begin together the longest, which calls the others
+    calls = list[tuple[str, float, float, str]]()
+    for event in events:
+        if event.cat in _ON_HOST and event.ts is not None and event.dur:
+            calls.append((str(event.tid), event.ts, -event.dur, str(event.name)))
+    calls.sort()
     took: dict[str, list[float]] = {name: [] for name in TRACED}
-    for (thread, begin, dur, name), following in itertools.zip_longest(mine, mine[1:]):
-        if name in took and (not following or following[:2] >= (thread, begin - dur)):
-            took[name].append(-dur)
-    return {name: np.array(each) for name, each in took.items()}
+    for call, following in itertools.zip_longest(calls, calls[1:]):
+        thread, begin, minus_duration, name = call
+        end = begin - minus_duration
+        if name in took and (not following or following[:2] >= (thread, end)):
+            took[name].append(-minus_duration)
+    return {name: np.array(times) for name, times in took.items()}
 
 
 class _Event(msgspec.Struct, gc=False):

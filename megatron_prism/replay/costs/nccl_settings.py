@@ -72,13 +72,13 @@ class NcclSettings:
             return False
         return protocol in self._protocols(name)
 
-    def same_calls(self, other: NcclSettings) -> bool:
-        """Whether calls go the same way under ``other``."""
-        mine, theirs = (
-            {name: value for name, value in one.values.items() if name in _MODELLED}
-            for one in (self, other)
-        )
-        return mine == theirs
+    def same_calls(self, settings: NcclSettings) -> bool:
+        """Whether calls go the same way under ``settings``."""
+        return self._modelled == settings._modelled
+
+    @property
+    def _modelled(self) -> dict[str, str]:
+        return {name: value for name, value in self.values.items() if name in _MODELLED}
 
     @cached_property
     def channels(self) -> tuple[int, int | None]:
@@ -111,10 +111,10 @@ class NcclSettings:
         return None
 
     def _algorithms(self, name: str) -> set[str]:
-        known = _chosen(self.values.get("NCCL_ALGO", ""), ALGORITHMS, "NCCL_ALGO", name)
+        algorithms = _chosen(self.values.get("NCCL_ALGO", ""), ALGORITHMS, "NCCL_ALGO", name)
         if self.values.get("NCCL_NVLS_ENABLE", "2") == "0":
-            known -= {"NVLS", "NVLS tree"}
-        return known
+            algorithms -= {"NVLS", "NVLS tree"}
+        return algorithms
 
     def _protocols(self, name: str) -> set[str]:
         return _chosen(self.values.get("NCCL_PROTO", ""), PROTOCOLS, "NCCL_PROTO", name)
@@ -127,27 +127,29 @@ _WHOLE = (*_LEAST, *_MOST, "NCCL_BUFFSIZE", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 def recorded(environment: Mapping[str, str] = os.environ) -> str:
     """What a slice keeps of its process's environment, ``NAME=VALUE …``; "" for nothing."""
-    found = {
-        name: value
-        for name, value in environment.items()
-        if _RECORDED.fullmatch(name) and not _SILENT.fullmatch(name)
-    }
-    return " ".join(f"{n}={v}" for n, v in sorted(found.items()) if v and not re.search(r"\s", v))
+    words = list[str]()
+    for name, value in sorted(environment.items()):
+        if not _RECORDED.fullmatch(name) or _SILENT.fullmatch(name):
+            continue
+        if value and not re.search(r"\s", value):
+            words.append(f"{name}={value}")
+    return " ".join(words)
 
 
 def parse(*texts: str) -> NcclSettings:
     """Settings of ``NAME=VALUE`` words, separated by blanks or by commas before the next name; the
     later counts.  UsageError for names that are none of NCCL's and for values that cannot be.
     """
-    found: dict[str, str] = {}
+    values = dict[str, str]()
     for text in texts:
         for word in re.split(r"\s+|,(?=[A-Z][A-Z_0-9]*=)", text.strip()):
-            name, equals, value = word.partition("=")
-            if word and (not equals or not value or not _RECORDED.fullmatch(name)):
+            if not word:
+                continue
+            name, _, value = word.partition("=")
+            if not value or not _RECORDED.fullmatch(name):
                 raise UsageError(f"{word} is no setting of NCCL", fix=_FIX)
-            if word:
-                found[name] = value
-    settings = NcclSettings(found)
+            values[name] = value
+    settings = NcclSettings(values)
     _check(settings)
     return settings
 

@@ -65,10 +65,11 @@ def read(path: str | Path) -> NcclTestsRun:
     """UsageError says what the file is instead."""
     with foreign.reading(path, "output of nccl-tests", _EXAMPLE):
         text = foreign.read_bytes(path, _MOST_BYTES).decode("utf-8", errors="replace")
-        found = _json(str(path), text) if text.lstrip().startswith("{") else _text(str(path), text)
-        if not found.rows:
+        is_json = text.lstrip().startswith("{")
+        run = _json(str(path), text) if is_json else _text(str(path), text)
+        if not run.rows:
             raise ValueError("it has no line of results: did the run end early?")
-        return found
+        return run
 
 
 def _text(path: str, text: str) -> NcclTestsRun:
@@ -144,16 +145,16 @@ class _Stored(msgspec.Struct):
 def _json(path: str, text: str) -> NcclTestsRun:
     stored = foreign.value_of_json(text, _Stored, strict=False)
     rows = []
-    for one in stored.results:
-        found = one.out_of_place or one.in_place
-        if found is None:
-            raise ValueError(f"{one.size} bytes have no time")
-        if found.cpu_time is not None:
+    for result in stored.results:
+        timing = result.out_of_place or result.in_place
+        if timing is None:
+            raise ValueError(f"{result.size} bytes have no time")
+        if timing.cpu_time is not None:
             raise ValueError("it has the host's time (-C), not the device's")
-        if found.nwrong:
-            raise ValueError(f"its results are wrong ({found.nwrong:g} elements)")
-        rows.append((one.size, found.time, found.alg_bw, found.bus_bw))
-    hosts = [one.hostname for one in stored.config.devices if one.group == 0]
+        if timing.nwrong:
+            raise ValueError(f"its results are wrong ({timing.nwrong:g} elements)")
+        rows.append((result.size, timing.time, timing.alg_bw, timing.bus_bw))
+    hosts = [device.hostname for device in stored.config.devices if device.group == 0]
     return _checked(
         path,
         f"{' '.join(stored.args[:1])}\n{path}",
@@ -166,35 +167,39 @@ def _json(path: str, text: str) -> NcclTestsRun:
 
 def _checked(
     path: str,
-    said: str,
+    command: str,
     hosts: list[str],
     rows: Iterable[tuple[int, float, float, float]],
     device: str,
     version: str,
 ) -> NcclTestsRun:
-    """The run, if it can be what it says."""
-    names = {_PROGRAMS[name] for name in _PROGRAM.findall(said)}
-    if len(names) != 1:
-        what = "does not say which collective it is" if not names else "names several collectives"
-        raise ValueError(f"it {what}; one file per program, called all_reduce_perf.txt or alike")
+    """The run, if it can be what it says; ``command`` and the file's name say the collective."""
+    names = {_PROGRAMS[name] for name in _PROGRAM.findall(command)}
+    fix = "one file per program, called all_reduce_perf.txt or alike"
+    if not names:
+        raise ValueError(f"it does not say which collective it is; {fix}")
+    if len(names) > 1:
+        raise ValueError(f"it names several collectives; {fix}")
     (op,) = names
     ranks = len(hosts)
     if ranks < 2:
         raise ValueError("it ran on one GPU, which has nobody to talk to")
-    kept: dict[int, list[float]] = {}
+    times_of_size = dict[int, list[float]]()
     for num_bytes, us, algorithm, bus in rows:
         if num_bytes <= 0:
             continue
         if not 0 < us < 1e12:
             raise ValueError(f"{num_bytes} bytes take {us} us")
         _check_ratio(op, ranks, algorithm, bus)
-        kept.setdefault(num_bytes, []).append(us)
-    for num_bytes, times in kept.items():
+        times_of_size.setdefault(num_bytes, []).append(us)
+    for num_bytes, times in times_of_size.items():
         if max(times) > _AGREE * min(times):
             raise ValueError(f"{num_bytes} bytes take {min(times)} us and {max(times)} us")
-    found = tuple((size, statistics.median(times)) for size, times in sorted(kept.items()))
+    medians = tuple(
+        (size, statistics.median(times)) for size, times in sorted(times_of_size.items())
+    )
     per_node = max(hosts.count(host) for host in set(hosts))
-    return NcclTestsRun(path, op, ranks, per_node, found, device, version)
+    return NcclTestsRun(path, op, ranks, per_node, medians, device, version)
 
 
 def _check_ratio(op: str, ranks: int, algorithm: float, bus: float) -> None:
@@ -220,11 +225,13 @@ def calibration(runs: Iterable[NcclTestsRun], node_gpus: int | None = None) -> d
         ranks, per_node = (2, min(per_node, 2)) if run.op == "exchange" else (run.ranks, per_node)
         for num_bytes, us in run.rows:
             key = (run.op, ranks, per_node, num_bytes)
-            other, path = known.setdefault(key, (us, run.path))
-            if max(us, other) > _AGREE * min(us, other):
-                what = f"{run.op} of {num_bytes:,} bytes among {ranks}: {other:g} us and {us:g} us"
-                fix = f"run both again on idle GPUs ({_EXAMPLE}), or give one of them"
-                raise UsageError(f"{path} and {run.path} contradict each other: {what}", fix=fix)
+            first_us, path = known.setdefault(key, (us, run.path))
+            if max(us, first_us) > _AGREE * min(us, first_us):
+                raise UsageError(
+                    f"{path} and {run.path} contradict each other: {run.op} of {num_bytes:,} bytes "
+                    f"among {ranks}: {first_us:g} us and {us:g} us",
+                    fix=f"run both again on idle GPUs ({_EXAMPLE}), or give one of them",
+                )
     rows = [
         {"op": op, "ranks": ranks, "per_node": per_node, "bytes": size, "ns": round(us * 1e3)}
         for (op, ranks, per_node, size), (us, _) in sorted(known.items())
