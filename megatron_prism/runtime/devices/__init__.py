@@ -115,9 +115,9 @@ def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, hist
 
 
 def _check_release(asked: str) -> None:
-    found = engine_version()
-    if found.split(".")[:2] != asked.split(".")[:2]:
-        message = f"Transformer Engine {asked} is asked for, and {found or 'none'} is installed"
+    installed = engine_version()
+    if installed.split(".")[:2] != asked.split(".")[:2]:
+        message = f"Transformer Engine {asked} is asked for, and {installed or 'none'} is installed"
         raise UsageError(message, fix=f"pip install --no-deps transformer-engine=={asked}")
 
 
@@ -137,8 +137,8 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         changes.set(torch.distributed, "ProcessGroupNCCL", _NcclGroup)
     stand_in = ["torch.cuda: inert streams and events"]
     stand_in += [
-        one(changes)
-        for one in (kernels.add_modules, state_space.add_modules, triton.replace_launches)
+        add_stand_ins(changes)
+        for add_stand_ins in (kernels.add_modules, state_space.add_modules, triton.replace_launches)
     ]
     absent.add_modules(changes)
     live = LiveBytes("meta", cublas=True) if name == "meta" else None
@@ -165,9 +165,9 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     if engine and engine_version():
         from megatron_prism.runtime import te_kernels
 
-        version, what = te_kernels.install(changes, name, live), "compute with torch's"
-        what = what if live is None else "are shapes"
-        stand_in.append(f"Transformer Engine {version}: its own Python, its kernels {what}")
+        version, kernels_text = te_kernels.install(changes, name, live), "compute with torch's"
+        kernels_text = kernels_text if live is None else "are shapes"
+        stand_in.append(f"Transformer Engine {version}: its own Python, its kernels {kernels_text}")
     return Tier(name, torch.device(name), live, tuple(stand_in))
 
 

@@ -34,7 +34,7 @@ class _Refused:
     """What a stand-in module has under any name."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        stand_in = next(one for one in type(self).__mro__ if _Refused in one.__bases__)
+        stand_in = next(base for base in type(self).__mro__ if _Refused in base.__bases__)
         name = f"{stand_in.__module__}.{stand_in.__name__}"
         package = name.partition(".")[0]
         raise UnsupportedError(
@@ -61,18 +61,18 @@ def _unguarded_imports(file: str) -> frozenset[int]:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return frozenset()
-    found: set[int] = set()
+    lines: set[int] = set()
 
     def visit(node: ast.AST, guarded: bool) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom) and not guarded:
-            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         within = node.body if isinstance(node, ast.Try) else []
         suppressed = isinstance(node, ast.With) and "suppress" in ast.unparse(node.items[0])
         for child in ast.iter_child_nodes(node):
             visit(child, guarded or suppressed or child in within)
 
     visit(tree, guarded=False)
-    return frozenset(found)
+    return frozenset(lines)
 
 
 def _unguarded_import(frame: types.FrameType | None) -> bool:

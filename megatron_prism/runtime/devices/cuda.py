@@ -189,8 +189,8 @@ def refuse_while_capturing(what: str) -> None:
             "megatron.core.transformer.transformer_config", "TransformerConfig"
         )
         # 0.18 gave the flag its second name
-        known = "modules" if "cuda_graph_modules" in config else "scope"
-        fix = f"leave what waits out of --cuda-graph-{known}, or --cuda-graph-impl none"
+        option = "modules" if "cuda_graph_modules" in config else "scope"
+        fix = f"leave what waits out of --cuda-graph-{option}, or --cuda-graph-impl none"
         raise UnsupportedError(f"the host waits ({what}) while a CUDA graph is captured", fix=fix)
 
 

@@ -189,8 +189,10 @@ class _Compiled(torch.autograd.Function):
                     out.append((number, edge(output)))
                     outputs[number] = output.detach()
         learned = {number for number, _ in out}
-        others = [output for number, output in enumerate(outputs) if number not in learned]
-        ctx.mark_non_differentiable(*(each for each in others if isinstance(each, torch.Tensor)))
+        unlearned = [output for number, output in enumerate(outputs) if number not in learned]
+        ctx.mark_non_differentiable(
+            *(output for output in unlearned if isinstance(output, torch.Tensor))
+        )
         ctx.inputs, ctx.outputs, ctx.count = into, out, len(values)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -199,22 +201,24 @@ class _Compiled(torch.autograd.Function):
     def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> Grads:
         assert _live is not None
         assert ctx.outputs is not None, "a second backward needs retain_graph=True in the first"
-        found: list[torch.Tensor | None] = [None] * (ctx.count + 3)
-        given = [(of, grads[number]) for number, of in ctx.outputs if grads[number] is not None]
-        if given:
+        input_grads: list[torch.Tensor | None] = [None] * (ctx.count + 3)
+        outputs_with_grads = [
+            (of, grads[number]) for number, of in ctx.outputs if grads[number] is not None
+        ]
+        if outputs_with_grads:
             with _live.inside():  # what was kept for it is there until its results are
-                made = torch.autograd.grad(
-                    [of for of, _ in given],
+                grads_of_inputs = torch.autograd.grad(
+                    [of for of, _ in outputs_with_grads],
                     list(ctx.inputs.values()),
-                    [g for _, g in given],
+                    [g for _, g in outputs_with_grads],
                     retain_graph=True,
                     allow_unused=True,
                 )
-            for number, grad in zip(ctx.inputs, made, strict=True):
-                found[number + 3] = grad
+            for number, grad in zip(ctx.inputs, grads_of_inputs, strict=True):
+                input_grads[number + 3] = grad
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.inputs = ctx.outputs = None
-        return tuple(found)
+        return tuple(input_grads)
 
 
 def choose_as_cuda(changes: ProcessChanges) -> None:

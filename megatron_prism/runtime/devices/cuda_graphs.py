@@ -94,9 +94,9 @@ def weak_references(tensors: Any) -> Any:
 
     def weak(tensor: torch.Tensor) -> torch.Tensor:
         size, stride = tensor.shape, tensor.stride()
-        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-        made.untyped_storage().address = address(tensor)  # type: ignore[attr-defined]
-        return made
+        reference = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        reference.untyped_storage().address = address(tensor)  # type: ignore[attr-defined]
+        return reference
 
     with _disable_current_modes():
         return tree_map_only(torch.Tensor, weak, tensors)

@@ -93,8 +93,8 @@ def masked_softmax(
 def _causal(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scores.is_meta:
         return masked_softmax(scores, None, scale)
-    ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    return masked_softmax(scores, ones.triu(1), scale)
+    every_pair = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    return masked_softmax(scores, every_pair.triu(1), scale)
 
 
 def _plain(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -248,9 +248,9 @@ def _turned(
     """Interleaved pairs, rotated, as two halves, or ``paired`` as they were."""
     cos_left, cos_right = cos
     sin_left, sin_right = sin
-    even, odd = pairs[..., 0::2], pairs[..., 1::2]
-    left = even * cos_left - odd * sin_left
-    right = odd * cos_right + even * sin_right
+    even_columns, odd_columns = pairs[..., 0::2], pairs[..., 1::2]
+    left = even_columns * cos_left - odd_columns * sin_left
+    right = odd_columns * cos_right + even_columns * sin_right
     if paired:
         return torch.stack([left, right], dim=-1).flatten(-2)
     return torch.cat([left, right], dim=-1)
@@ -269,9 +269,9 @@ def _turned_back(
         left, right = turned[..., 0::2], turned[..., 1::2]
     else:
         left, right = turned.chunk(2, dim=-1)
-    even = left * cos_left + right * sin_right
-    odd = right * cos_right - left * sin_left
-    return torch.stack([even, odd], dim=-1).flatten(-2)
+    even_columns = left * cos_left + right * sin_right
+    odd_columns = right * cos_right - left * sin_left
+    return torch.stack([even_columns, odd_columns], dim=-1).flatten(-2)
 
 
 def _query(turn: Callable[..., torch.Tensor]) -> Computed:

@@ -66,9 +66,9 @@ class History:
 
     def another(self) -> History:
         """Return an empty history of the same streams, which keeps all rows."""
-        made = History(self._stream)
-        made._beside = dict(self._beside)
-        return made
+        history = History(self._stream)
+        history._beside = dict(self._beside)
+        return history
 
     def moved(self, storage: int, num_bytes: int) -> None:
         """A storage came to be, grew or (negative) went."""
@@ -326,8 +326,10 @@ class LiveBytes(TorchDispatchMode):
 
     def record_temporaries(self, sizes: Iterable[int]) -> None:
         """Something has taken so many bytes each, all at once, and has given them back."""
-        made = [torch.empty(size, dtype=torch.uint8, device=self.device_type) for size in sizes]
-        for tensor in made:
+        temporaries = [
+            torch.empty(size, dtype=torch.uint8, device=self.device_type) for size in sizes
+        ]
+        for tensor in temporaries:
             self.track(tensor)
 
     # -- what repeats itself ----------------------------------------------------------------------
@@ -358,10 +360,10 @@ class LiveBytes(TorchDispatchMode):
     def adopt(self, outline: Outline, number: int) -> torch.Tensor:
         """A tensor like ``outline`` whose storage counts already, as ``number``; without modes."""
         storage = torch.empty(outline.bytes, dtype=torch.uint8, device="meta").untyped_storage()
-        made = torch.empty(0, dtype=outline.dtype, device="meta")
-        made.set_(storage, outline.offset, outline.shape, outline.stride)
+        tensor = torch.empty(0, dtype=outline.dtype, device="meta")
+        tensor.set_(storage, outline.offset, outline.shape, outline.stride)
         self.adopt_storage(storage, outline.bytes, number, outline.note)
-        return made
+        return tensor
 
     def adopt_storage(
         self, storage: torch.UntypedStorage, num_bytes: int, number: int, note: str
@@ -375,8 +377,8 @@ class LiveBytes(TorchDispatchMode):
 
     def counted(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The running number and bytes of its storage; None if nobody counts it."""
-        found = self._alive.get(tensor.untyped_storage()._cdata)
-        return None if found is None else (found[1], found[0])
+        size_and_number = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if size_and_number is None else (size_and_number[1], size_and_number[0])
 
     def note_of(self, number: int) -> str:
         """Whose a storage is, "" if that is not known."""
@@ -430,19 +432,19 @@ class LiveBytes(TorchDispatchMode):
         if before is None:
             if hasattr(storage, "address"):
                 return  # a weak reference's: its memory is another's
-            known, number, gone = 0, self.count, _Gone(storage, self._free)
+            counted_size, number, gone = 0, self.count, _Gone(storage, self._free)
             gone.key = key
             self.count += 1
         else:
-            known, number, gone = before
-            if known == size:
+            counted_size, number, gone = before
+            if counted_size == size:
                 return
         self._alive[key] = (size, number, gone)
-        self.now += size - known
+        self.now += size - counted_size
         if self._silent is not None and before is None:
             self._silent[number] = size
         else:
-            self._notify(number, size - known)
+            self._notify(number, size - counted_size)
         if self.now > self._seen:
             self._mark()
 
@@ -493,16 +495,20 @@ class LiveBytes(TorchDispatchMode):
         autograd = torch._C._current_graph_task_id() >= 0  # a CUDA backward has its own thread
         key = autograd, cuda.current_stream()
         if key not in workspaces:
-            made = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device_type)
-            workspaces[key] = made
-            self.track(made)
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device_type)
+            workspaces[key] = workspace
+            self.track(workspace)
 
     def _change(self, tensor: object) -> None:
         """What runs ``inside`` changes it."""
         if isinstance(tensor, torch.Tensor):
-            found = self._alive.get(tensor.untyped_storage()._cdata)
-            if found is not None and self._silent is not None and found[1] not in self._silent:
-                self._changed[found[1]] = found[0]
+            size_and_number = self._alive.get(tensor.untyped_storage()._cdata)
+            if (
+                size_and_number is not None
+                and self._silent is not None
+                and size_and_number[1] not in self._silent
+            ):
+                self._changed[size_and_number[1]] = size_and_number[0]
 
     def _ask(self, func: OpOverload) -> Known:
         """What is known of ``func``: asked once, as an operator's own hash is a call to Python."""
@@ -544,12 +550,12 @@ class LiveBytes(TorchDispatchMode):
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
                 return self._of_wrapper(kind, func, types, args, kwargs)
-        known = self._known.get(id(func))
-        if known is None:
-            known = self._known[id(func)] = self._ask(func)
-        if self.host and not known[3] and self.host.concerned(args, kwargs):
+        facts = self._known.get(id(func))
+        if facts is None:
+            facts = self._known[id(func)] = self._ask(func)
+        if self.host and not facts[3] and self.host.concerned(args, kwargs):
             return self.host.answer(func, args, kwargs)  # no kernel of the device
-        _, before, answer, view, launches, takes, in_place = known
+        _, before, answer, view, launches, takes, in_place = facts
         rows = None  # memory until the operator is through
         if before is not None:
             rows = self._prepare(func, before, args)

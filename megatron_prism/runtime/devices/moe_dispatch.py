@@ -83,11 +83,11 @@ def _dispatch(
 ) -> Any:
     """``rows`` of tokens and probabilities arrive; the handle lives as long as the graph."""
     rows, of_probs, sent = shapes
-    given = x.shape, probs.shape
+    x_shape, probs_shape = x.shape, probs.shape
 
     def backward(grad: torch.Tensor, grad_probs: torch.Tensor, kept: object = handle) -> Grads:
-        out = _to_tokens(grad, given[0], sent, group)
-        return out, grad_probs.new_empty(given[1]), None, None, None
+        out = _to_tokens(grad, x_shape, sent, group)
+        return out, grad_probs.new_empty(probs_shape), None, None, None
 
     out = _to_experts(x, (rows, x.shape[-1]), sent, group)
     return (out, probs.new_empty(of_probs)), (), backward
@@ -110,7 +110,7 @@ class DispatchHandle(tuple[torch.Tensor, ...]):
 
 def _handle(x: torch.Tensor, local: int, sent: Rows, group: dist.ProcessGroup) -> DispatchHandle:
     every = x.shape[0] * group.size()
-    made = DispatchHandle(
+    handle = DispatchHandle(
         (
             x.new_empty(every, local, dtype=torch.bool),
             x.new_empty(every, local, dtype=torch.int32),
@@ -118,8 +118,8 @@ def _handle(x: torch.Tensor, local: int, sent: Rows, group: dist.ProcessGroup) -
             x.new_zeros(1, dtype=torch.int32),
         )
     )
-    made.tokens, made.sent, made.group = x.shape[0], sent, group
-    return made
+    handle.tokens, handle.sent, handle.group = x.shape[0], sent, group
+    return handle
 
 
 def _even(total: int, experts: int, multiple: int = 1) -> torch.Tensor:
@@ -351,14 +351,14 @@ def balanced_splits(
     """
     counts = _even(total, num_experts).numpy()
     loads.shape = (total, num_experts, topk, ep_size * tp_size)
-    here = loads.add(dispatcher, counts[list(local)], ep_size * tp_size)
+    local_counts = loads.add(dispatcher, counts[list(local)], ep_size * tp_size)
     return Splits(
         total=total,
         sent=counts.reshape(ep_size, -1).sum(axis=1),
-        received=np.full(ep_size, here.sum()),
-        received_tp=np.full(tp_size, here.sum() * ep_size),
-        table=torch.from_numpy(np.tile(here, (tp_size * ep_size, 1))),
-        per_local_expert=torch.from_numpy(here * tp_size * ep_size),
+        received=np.full(ep_size, local_counts.sum()),
+        received_tp=np.full(tp_size, local_counts.sum() * ep_size),
+        table=torch.from_numpy(np.tile(local_counts, (tp_size * ep_size, 1))),
+        per_local_expert=torch.from_numpy(local_counts * tp_size * ep_size),
     )
 
 

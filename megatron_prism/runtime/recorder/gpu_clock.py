@@ -59,16 +59,16 @@ class ClockSampler:
         """What the samples inside of ``spans`` (ns of ``time.time_ns``) have on average; None
         without any.
         """
-        inside = [one for one in self.samples if any(a <= one.at < b for a, b in spans)]
+        inside = [sample for sample in self.samples if any(a <= sample.at < b for a, b in spans)]
         if not inside:
             return None
         return GpuState(
-            round(fmean(one.mhz for one in inside)),
+            round(fmean(sample.mhz for sample in inside)),
             self._most,
-            round(fmean(one.watts for one in inside)),
+            round(fmean(sample.watts for sample in inside)),
             round(self._limit),
-            round(fmean(one.limited for one in inside), 2),
-            round(fmean(one.celsius for one in inside)),
+            round(fmean(sample.limited for sample in inside), 2),
+            round(fmean(sample.celsius for sample in inside)),
         )
 
 
@@ -92,7 +92,7 @@ def sampler(device: int) -> ClockSampler | None:
             )
 
         ask()
-        most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        return ClockSampler(ask, most, pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000)
+        max_mhz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        return ClockSampler(ask, max_mhz, pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000)
     except Exception:  # a device without NVML, or a release that lacks one of these
         return None

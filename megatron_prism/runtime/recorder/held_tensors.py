@@ -171,10 +171,10 @@ class StandIn:
             for holder in held.holders:
                 original = holder.tensor
                 assert isinstance(original, torch.Tensor)
-                made = look_alike(original, storage)
+                stand_in = look_alike(original, storage)
                 self._originals.append(original)
-                self._made.append(weakref.ref(made))
-                holder.put(made)
+                self._made.append(weakref.ref(stand_in))
+                holder.put(stand_in)
         self._ended = _Ended(storage, _note_end)
         self._ended.stand_in = self
 
@@ -185,15 +185,15 @@ class StandIn:
 
     def restore(self) -> bool:
         """Put the original tensors back; False if some of the places hold others by now."""
-        whole = True
-        for holder, original, made in zip(
+        all_restored = True
+        for holder, original, stand_in in zip(
             self.held.holders, self._originals, self._made, strict=True
         ):
-            if holder.tensor is made():
+            if holder.tensor is stand_in():
                 holder.put(original)
             else:
-                whole = False
-        return whole
+                all_restored = False
+        return all_restored
 
 
 def _note_end(ended: weakref.ref[torch.UntypedStorage]) -> None:
@@ -203,10 +203,10 @@ def _note_end(ended: weakref.ref[torch.UntypedStorage]) -> None:
 
 def look_alike(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """Make a tensor that sees ``storage`` as ``tensor`` sees its own; without modes."""
-    made = torch.empty(0, dtype=tensor.dtype, device="meta")
-    made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    vars(made).update(vars(tensor))
-    return made
+    copy = torch.empty(0, dtype=tensor.dtype, device="meta")
+    copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    vars(copy).update(vars(tensor))
+    return copy
 
 
 class Watch:
@@ -224,10 +224,10 @@ class Watch:
     def finish(self) -> list[StandIn] | None:
         """Return those that have gone, and restore the others; None if one has gone in part."""
         gone: list[StandIn] = []
-        whole = True
+        all_restored = True
         for stand_in in self._stand_ins:
             if stand_in.end is not None:
                 gone.append(stand_in)
             elif not stand_in.restore():
-                whole = False
-        return gone if whole else None
+                all_restored = False
+        return gone if all_restored else None

@@ -102,8 +102,8 @@ def read(trace: Trace) -> tuple[dict[object, Launch], list[KernelSpan]]:
             launched[event["args"].get("correlation")] = Launch(_ns(event["ts"]), took, name)
         elif category in _DEVICE and _PEER_COPY not in name:
             begin = _ns(event["ts"])
-            end, who = begin + _ns(event["dur"]), event["args"].get("correlation")
-            kernels.append(KernelSpan(begin, end, who, name))
+            end, correlation = begin + _ns(event["dur"]), event["args"].get("correlation")
+            kernels.append(KernelSpan(begin, end, correlation, name))
     return launched, kernels
 
 
@@ -126,15 +126,15 @@ def busy_ns(trace: Trace, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     rows = np.array(
         [(b, e, launched[c].at) for b, e, c, _ in kernels if c in launched], dtype=np.int64
     )
-    whole = sum(k.end - k.begin for k in kernels)
-    strange = whole - sum(k.end - k.begin for k in kernels if k.correlation in launched)
-    nothing = 0 if whole and strange <= _STRANGE * whole else -1
+    total_ns = sum(k.end - k.begin for k in kernels)
+    strange = total_ns - sum(k.end - k.begin for k in kernels if k.correlation in launched)
+    nothing = 0 if total_ns and strange <= _STRANGE * total_ns else -1
     limits = limits_of(trace, bounds)
-    found = np.zeros((3, len(bounds)), dtype=np.int64)
-    found[1] = limits[:, 1] - limits[:, 0]
+    times = np.zeros((3, len(bounds)), dtype=np.int64)
+    times[1] = limits[:, 1] - limits[:, 0]
     if not rows.size or not bounds:
-        found[0] = nothing
-        return found
+        times[0] = nothing
+        return times
     segment = np.searchsorted(limits[:, 0], rows[:, 2], side="right") - 1
     inside = (segment >= 0) & (rows[:, 2] < limits[segment, 1])
     rows, segment = rows[inside], segment[inside]
@@ -154,11 +154,11 @@ def busy_ns(trace: Trace, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     taken = np.where(timely | (gap <= 0), np.maximum(gap, 0), np.minimum(gap, usual))
     taken[first] = usual
     added = np.where(first, end - begin, np.maximum(0, end - np.maximum(begin, before)))
-    np.add.at(found[0], segment, taken + added)
-    found[0, np.bincount(segment, minlength=len(bounds)) == 0] = nothing
-    np.minimum.at(found[1], segment, rows[:, 2] - limits[segment, 0])
-    found[2, segment[first]] = begin[first] <= rows[first, 2] + _IDLE_NS
-    return found
+    np.add.at(times[0], segment, taken + added)
+    times[0, np.bincount(segment, minlength=len(bounds)) == 0] = nothing
+    np.minimum.at(times[1], segment, rows[:, 2] - limits[segment, 0])
+    times[2, segment[first]] = begin[first] <= rows[first, 2] + _IDLE_NS
+    return times
 
 
 def device_ns(each: np.ndarray, traced: np.ndarray, waits: np.ndarray | None = None) -> np.ndarray:
@@ -179,19 +179,19 @@ def device_ns(each: np.ndarray, traced: np.ndarray, waits: np.ndarray | None = N
     limit): no segment's median has that, but every iteration has, so all are brought to the median
     of what those that keep up take together.
     """
-    busy, whole = traced[0], np.median(each, axis=0)
+    busy, median_ns = traced[0], np.median(each, axis=0)
     if waits is None:
-        elapsed = whole - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * whole), 0)
-        sure, middle = np.ones(len(busy), dtype=bool), whole
+        elapsed = median_ns - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * median_ns), 0)
+        sure, middle = np.ones(len(busy), dtype=bool), median_ns
     else:
         each = np.maximum(each - waits, 0)
-        sure = np.median(waits, axis=0) <= _SURE * whole
-        elapsed = middle = np.where(busy < 0, whole, np.median(each, axis=0))
+        sure = np.median(waits, axis=0) <= _SURE * median_ns
+        elapsed = middle = np.where(busy < 0, median_ns, np.median(each, axis=0))
     ahead = sure & (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
     ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
-    known = elapsed[ahead].sum() > _LATE * elapsed.sum()
-    late = np.minimum(whole, busy * (ratio if known else 1.0))
-    dips = np.median(each[:, ahead].sum(axis=1)) / middle[ahead].sum() if known else 1.0
+    is_late = elapsed[ahead].sum() > _LATE * elapsed.sum()
+    late = np.minimum(median_ns, busy * (ratio if is_late else 1.0))
+    dips = np.median(each[:, ahead].sum(axis=1)) / middle[ahead].sum() if is_late else 1.0
     return np.rint(np.where(ahead | (busy < 0), elapsed, late) * dips).astype(np.int64)
 
 
@@ -236,9 +236,9 @@ class Launches:
         place = (self.after - own[at]) / np.maximum(1, self.length - own)[at]
         come = np.clip(place, 0, 1) * host[at]
         done = self.before / np.maximum(1, self.busy)[at] * ns[at]
-        found = np.zeros(len(self.length))
-        np.maximum.at(found, at, come - done)
-        return found
+        leads = np.zeros(len(self.length))
+        np.maximum.at(leads, at, come - done)
+        return leads
 
     def waits(self, own: np.ndarray, host: np.ndarray, behind: np.ndarray) -> np.ndarray:
         """float64 [segments]: for how long the device waits for its host within each, if the host
@@ -255,7 +255,9 @@ def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
     limits = limits_of(trace, bounds)
     # (when, for how long) the host waited for room
     waits = sorted(
-        (one.at, one.took) for one in begun.values() if "Launch" in one.name and one.took > _ROOM_NS
+        (launch.at, launch.took)
+        for launch in begun.values()
+        if "Launch" in launch.name and launch.took > _ROOM_NS
     )
     when = np.array([at for at, _ in waits], dtype=np.int64)
     waited = np.concatenate(([0], np.cumsum([took for _, took in waits]))).astype(np.int64)

@@ -83,9 +83,9 @@ class HostClock:
             return answer(group, *args, **kwargs)
         self._aside, begin = True, perf_counter_ns()
         try:
-            made = answer(group, *args, **kwargs)
+            work = answer(group, *args, **kwargs)
             torch.cuda.synchronize()
-            return made
+            return work
         finally:
             self._away += perf_counter_ns() - begin
             self._aside = False
@@ -141,8 +141,8 @@ class Recording:
         """Duration of each segment, int64 [segments]."""
         if spans := self._spans():
             spans[-1][1].synchronize()
-            found = [round(begin.elapsed_time(end) * 1e6) for begin, end in spans]
-            return np.array(found, dtype=np.int64)
+            durations = [round(begin.elapsed_time(end) * 1e6) for begin, end in spans]
+            return np.array(durations, dtype=np.int64)
         return np.array(self.times, dtype=np.int64)
 
     def behind_ns(self) -> np.ndarray:
@@ -190,9 +190,9 @@ def typical(
     """
     written = next(r for r in recordings if r.builder is not None)
     program = written.program()
-    alike = [r for r in recordings if r.builder is None and r.trace == written.trace]
-    quick = [r for r in alike if r.busy is None]
-    traced = [r for r in alike if r.busy is not None]
+    same_trace = [r for r in recordings if r.builder is None and r.trace == written.trace]
+    quick = [r for r in same_trace if r.busy is None]
+    traced = [r for r in same_trace if r.busy is not None]
     if quick:
         times = np.stack([r.segments_ns() for r in quick])
         timed(program, np.median(times, axis=0).round().astype(np.int64))
@@ -217,38 +217,38 @@ def _apart(
     compute = np.flatnonzero(names == CODE["compute"])
     calls = IS_COLLECTIVE[names] | IS_PAIR[names]
     own = np.where((compute > 0) & calls[compute - 1], own_ns, 0)
-    each = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
+    host_ns = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
     collected = np.array([r.collected for r in quick])
-    whole = np.maximum(each.sum(axis=1) - collected, 0)
+    iteration_ns = np.maximum(host_ns.sum(axis=1) - collected, 0)
     # Delays of a host are few and long, and those of several ranks add up: they are in no segment's
     # median, nor do they delay others if they are spread over an iteration.  So one whole iteration
     # is kept, the middle one, of two the quicker: what disturbs a host only adds.
     # An iteration with a full collection of garbage is taken where there is no other.
-    order = np.argsort(whole, kind="stable")
+    order = np.argsort(iteration_ns, kind="stable")
     order = order[collected[order] == collected.min()]
     middle = int(order[(len(order) - 1) // 2])
-    usual = float(whole[middle])
+    usual = float(iteration_ns[middle])
     unrecorded = _lower_median(np.array(clocks)) / max(1.0, usual) if len(clocks) else 1.0
-    scale = unrecorded * usual / max(1.0, each[middle].sum())
-    issued = np.rint(each[middle] * scale).astype(np.int64)
+    scale = unrecorded * usual / max(1.0, host_ns[middle].sum())
+    issued = np.rint(host_ns[middle] * scale).astype(np.int64)
     # the trace slows the host down, so of a launch only the place in its segment counts
     length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
     place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
-    found, waits = traced.launches, None
-    if found is not None:
+    launches, waits = traced.launches, None
+    if launches is not None:
         behind = [recording.behind_ns() for recording in quick]
-        waits = np.stack([found.waits(own, *pair) for pair in zip(each, behind, strict=True)])
+        waits = np.stack([launches.waits(own, *pair) for pair in zip(host_ns, behind, strict=True)])
     ns = device_ns(program.samples, busy, waits)
     lead = place * issued  # until the first launch
-    if found is not None:
-        lead = np.maximum(lead, found.leads(own, issued, ns))
-        known = found.busy > 0
-        part = found.products[known] / found.busy[known]
-        program.ops["products"][compute[known]] = np.rint(part * ns[known])
+    if launches is not None:
+        lead = np.maximum(lead, launches.leads(own, issued, ns))
+        has_kernels = launches.busy > 0
+        part = launches.products[has_kernels] / launches.busy[has_kernels]
+        program.ops["products"][compute[has_kernels]] = np.rint(part * ns[has_kernels])
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
     program.ops["ns"][compute] = ns
-    totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
+    totals = np.rint(np.concatenate([iteration_ns * unrecorded, clocks])).astype(np.int64)
     return replace(program, hosts=totals)
 
 

@@ -64,16 +64,16 @@ class CallSites:
         """The innermost Megatron or TE frame from ``frame`` outwards; ``foreign``: if there is none
         the innermost of the job's own code.
         """
-        other: tuple[str, int] | None = None
+        foreign_line: tuple[str, int] | None = None
         while frame is not None:
             name = frame.f_code.co_filename
-            short, ours = self._files.get(name) or self._file(name)
-            if ours:
+            short, is_ours = self._files.get(name) or self._file(name)
+            if is_ours:
                 return self._text(short, frame.f_lineno)
-            if foreign and other is None and short:
-                other = (short, frame.f_lineno)
+            if foreign and foreign_line is None and short:
+                foreign_line = (short, frame.f_lineno)
             frame = frame.f_back
-        return self._text(*other) if other else ""
+        return self._text(*foreign_line) if foreign_line else ""
 
     def innermost(self, frame: FrameType | None) -> str:
         """The innermost frame of Megatron, TE or the job's own code, from ``frame`` outwards."""
@@ -94,15 +94,15 @@ class CallSites:
 
     def place(self, file: str, line: int) -> str:
         """The same of one line; "" if it is not Megatron's or TE's."""
-        short, ours = self._files.get(file) or self._file(file)
-        return self._text(short, line) if ours else ""
+        short, is_ours = self._files.get(file) or self._file(file)
+        return self._text(short, line) if is_ours else ""
 
     def _text(self, short: str, line: int) -> str:
         key = (short, line)
-        found = self._texts.get(key)
-        if found is None:
-            found = self._texts[key] = f"{short}:{line}"
-        return found
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = f"{short}:{line}"
+        return text
 
 
 class AllocationOwners:
@@ -183,7 +183,7 @@ class AllocationOwners:
 
     def parts(self) -> dict[int, list[tuple[str, str, int]]]:
         """Storage address -> (kind, name, bytes) of each tensor of ``standing`` that it holds."""
-        found: dict[int, list[tuple[str, str, int]]] = {}
+        parts: dict[int, list[tuple[str, str, int]]] = {}
         sources = (
             self._of_buffers("optim", "grad"),
             self._of_models(),
@@ -192,14 +192,14 @@ class AllocationOwners:
             _workspaces(),
         )
         for tensors in sources:
-            known = set(found)  # main gradients are pieces of the model's buffers
+            buffers = set(parts)  # main gradients are pieces of the model's buffers
             for kind, name, tensor in tensors:
                 tensor = getattr(tensor, "_local_tensor", tensor)  # noqa: PLW2901 - of a DTensor
                 if isinstance(tensor, torch.Tensor):
                     key = tensor.untyped_storage()._cdata
-                    if key not in known:
-                        found.setdefault(key, []).append((kind, name, tensor.nbytes))
-        return found
+                    if key not in buffers:
+                        parts.setdefault(key, []).append((kind, name, tensor.nbytes))
+        return parts
 
     def _of_buffers(self, *kinds: str) -> Iterator[tuple[str, str, object]]:
         """The buffers of ``kinds`` of Megatron-FSDP, which say what they hold; parameters and the
@@ -209,8 +209,8 @@ class AllocationOwners:
         """
         for model in self.models:
             for module in model.modules():
-                whole = getattr(module, "param_and_grad_buffer", None)
-                for group in getattr(whole, "parameter_groups", None) or ():
+                buffer = getattr(module, "param_and_grad_buffer", None)
+                for group in getattr(buffer, "parameter_groups", None) or ():
                     yield from (row for row in _of_group(group) if row[0] in kinds)
 
     def _of_models(self) -> Iterator[tuple[str, str, object]]:
@@ -224,10 +224,14 @@ class AllocationOwners:
             for name, buffer in model.named_buffers():
                 yield "other", self._name(number, name), buffer
             for name, module in model.named_modules():
-                kept = getattr(module, "fp8_weights", {}) or getattr(module, "_fp8_workspaces", {})
+                fp8_weights = getattr(module, "fp8_weights", {}) or getattr(
+                    module, "_fp8_workspaces", {}
+                )
                 of = f"{self._name(number, name)} weights in FP8"
                 yield from (
-                    ("other", of, t) for weight in kept.values() for t in vars(weight).values()
+                    ("other", of, t)
+                    for weight in fp8_weights.values()
+                    for t in vars(weight).values()
                 )
 
     def _of_optimizer(self) -> Iterator[tuple[str, str, object]]:
@@ -268,7 +272,7 @@ def _workspaces() -> Iterator[tuple[str, str, object]]:
     """What cuBLAS's handles and Transformer Engine's modules hold, if they are in use."""
     yield from (("other", "cuBLAS workspace", tensor) for tensor in live_bytes.workspaces.values())
     if (hooks := sys.modules.get("megatron_prism.runtime.te_kernels.hooks")) is not None:
-        yield from (("other", what, tensor) for what, tensor in hooks.kept())
+        yield from (("other", name, tensor) for name, tensor in hooks.kept())
 
 
 def _together(names: list[str]) -> str:

@@ -181,8 +181,10 @@ class Recorder(CallListener, TrainingListener):
             self.meter.python.stop()
             self.meter.memory = self.meter.note = None
             standing = self.owners.standing()
-            kept = {number: standing[key] for number, _, key, _ in self._alive() if key in standing}
-            self._builder.own(kept)
+            owners = {
+                number: standing[key] for number, _, key, _ in self._alive() if key in standing
+            }
+            self._builder.own(owners)
             self.owners.remove()
         builder = None if self._quick else self._builder
         if builder is not None and self._history is not None:
@@ -332,10 +334,10 @@ class Recorder(CallListener, TrainingListener):
                 fields |= {"group": group.desc, "handle": handle, "batch": self._batch}
                 fields["site"] = self._site()
                 self._add(op, **fields)
-            made = answer(group, *args, **kwargs)
+            work = answer(group, *args, **kwargs)
         finally:
             self._leave()
-        return made if made is None else RecordedWork(self, handle, made)
+        return work if work is None else RecordedWork(self, handle, work)
 
     def unrecorded(self, answer: Callable[[], None]) -> None:
         """Do what stands for a virtual rank and is no call: it belongs to no segment either."""
@@ -390,10 +392,10 @@ class Recorder(CallListener, TrainingListener):
     def graph_ended(self) -> tuple[Op, ...]:
         """What the graph launches; its own stream is ``main``."""
         self._close()
-        mine = self._stream()
+        stream = self._stream()
         ops = tuple(self._builder.build(self.rank, memory=False))
         vars(self).update(self._outside)
-        return tuple(replace(op, stream="main") if op.stream == mine else op for op in ops)
+        return tuple(replace(op, stream="main") if op.stream == stream else op for op in ops)
 
     def graph_launched(self, ops: tuple[Op, ...] | None) -> None:
         """One launch for the host, and then all of ``ops``; None: nobody heard its capture."""
@@ -486,10 +488,10 @@ def _wrap_cuda(recorder: Recorder, changes: ProcessChanges) -> None:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             heard = before(*args, **kwargs)
-            made = original(*args, **kwargs)
+            result = original(*args, **kwargs)
             if heard and after is not None:
                 after()
-            return made
+            return result
 
         call.__name__, call.__doc__ = name, original.__doc__
         changes.set(owner, name, call)
@@ -606,8 +608,8 @@ def _splits(group: PrismGroup, args: Args) -> Splits | None:
     """(rows to, rows from) every member where they are facts: mirrored peers send what we send, and
     that is nobody's split.
     """
-    known = not group.has_virtual or group.world.shapes_only
-    if len(args) < 4 or not known or not (len(args[2]) and len(args[3])):
+    sizes_count = not group.has_virtual or group.world.shapes_only
+    if len(args) < 4 or not sizes_count or not (len(args[2]) and len(args[3])):
         return None
     return tuple(map(int, args[3])), tuple(map(int, args[2]))
 
@@ -628,5 +630,5 @@ def _uneven(group: PrismGroup, args: Args) -> Splits | None:
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     words = ["x".join(map(str, t.shape)) or "1" for t in tensors[:_SHOWN]]
-    more = len(tensors) - _SHOWN
-    return ",".join(words) + (f",+{more}" if more > 0 else "")
+    left_out = len(tensors) - _SHOWN
+    return ",".join(words) + (f",+{left_out}" if left_out > 0 else "")

@@ -264,18 +264,18 @@ class Repeats:
         # the others run
         if number != 1 or number >= self._last:
             return run()
-        before, given = len(stored), self._numbers(inputs)
+        before, input_storages = len(stored), self._numbers(inputs)
         begin, watch = self._mark(), self._watch(model)
         result = run()
         left = (result, stored[before:], ())
-        step = self._lone_step(begin, given, left, watch.finish(), model)
+        step = self._lone_step(begin, input_storages, left, watch.finish(), model)
         if step is not None:
             self._forwards[chunk] = step
         return result
 
     @_section
     def backward(
-        self, key: Key, run: Callable[[], StepValue], inputs: StepValue, others: StepValue
+        self, key: Key, run: Callable[[], StepValue], inputs: StepValue, forward_outputs: StepValue
     ) -> StepValue:
         """Return the result of ``run()``, the backward of ``key``.
 
@@ -283,18 +283,20 @@ class Repeats:
             key: Chunk and microbatch.
             run: Makes the backward.
             inputs: Of the forward.
-            others: Outputs of the forward and their gradients.
+            forward_outputs: Outputs of the forward and their gradients.
         """
         chunk, number = key
         if key in self._written:
-            result = self._write_backward(key, inputs, others)
+            result = self._write_backward(key, inputs, forward_outputs)
         elif number == 1 and chunk in self._forwards:
             forward, model = self._forwards[chunk], self._models[chunk]
-            given = self._numbers(inputs, others)
+            input_storages = self._numbers(inputs, forward_outputs)
             begin, watch = self._mark(), self._watch(model)
             result = run()
-            left = (result, (), others)
-            step = self._lone_step(begin, given, left, watch.finish(), model, forward, chunk)
+            left = (result, (), forward_outputs)
+            step = self._lone_step(
+                begin, input_storages, left, watch.finish(), model, forward, chunk
+            )
             if step is not None:
                 self._backwards[chunk] = step
         else:
@@ -302,7 +304,7 @@ class Repeats:
         self._gone_back.add(key)
         return result
 
-    def _write_backward(self, key: Key, inputs: StepValue, others: StepValue) -> StepValue:
+    def _write_backward(self, key: Key, inputs: StepValue, forward_outputs: StepValue) -> StepValue:
         """The result of the backward of a forward that was written down again."""
         chunk, number = key
         pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
@@ -311,13 +313,13 @@ class Repeats:
         of_forward, turns = self._written.pop(key)
         own = self._live.reserve(pattern.born[1] - pattern.born[0])
         spans = {forward.born: of_forward, pattern.born: own}
-        moved = _Moved(pattern.given, self._numbers(inputs, others), spans)
+        moved = _Moved(pattern.given, self._numbers(inputs, forward_outputs), spans)
         frees = [
             *self._release(key, forward, pattern, of_forward),
             *self._replace(key, pattern, own, (), is_forward=False),
         ]
         self._write(pattern, number, moved, turns, frees)
-        self._leave(others, pattern.left, moved)
+        self._leave(forward_outputs, pattern.left, moved)
         result = self._alike(pattern.result, moved)
         for tensor, grad in zip(_tensors(inputs), _tensors(result), strict=True):
             with _disable_current_modes():
@@ -358,7 +360,7 @@ class Repeats:
     def _lone_step(
         self,
         begin: _Mark,
-        given: tuple[int, ...],
+        input_storages: tuple[int, ...],
         left: tuple[StepValue, ...],
         gone: Sequence[StandIn] | None,
         model: torch.nn.Module,
@@ -370,7 +372,7 @@ class Repeats:
 
         Args:
             begin: The mark before it.
-            given: Numbers of the storages that it was given.
+            input_storages: Numbers of the storages that it was given.
             left: What it left: its result, its reports, the lists that it was given.
             gone: Of what the model held, what has gone meanwhile; None if that is not clear.
             model: The chunk.
@@ -388,7 +390,7 @@ class Repeats:
         outlines = each_tensor(left, self._live.outline)
 
         # ends of what the model held are told apart, as each microbatch has others
-        gone = [stand_in for stand_in in gone if not self._holds_given(stand_in, given)]
+        gone = [stand_in for stand_in in gone if not self._holds_given(stand_in, input_storages)]
         replaced = self._replaced(begin, gone, model)
         if replaced is None:
             return None
@@ -396,7 +398,7 @@ class Repeats:
         if any(_lacks_graph(storage.held) for storage in replaced):
             return None
         held = {storage.held.number for storage in replaced}
-        if held & {*given, *_outlined(outlines)}:
+        if held & {*input_storages, *_outlined(outlines)}:
             return None
         ends_of_forward = self._ends_of_forward(forward, chunk)
         ended = {stand_in.held.number for stand_in in gone} | ends_of_forward.keys()
@@ -414,7 +416,7 @@ class Repeats:
             end,
             ends.part,
             ends.history,
-            given,
+            input_storages,
             result,
             reports,
             lists,
@@ -423,7 +425,7 @@ class Repeats:
         )
         if not step.is_closed() or (history[:1, 0] == WAITED).any():
             return None
-        if not _touches_own(step, given, forward):
+        if not _touches_own(step, input_storages, forward):
             return None
         return step
 
@@ -437,11 +439,11 @@ class Repeats:
             if self._in_graph.get((chunk, storage.held.places))
         }
 
-    def _holds_given(self, stand_in: StandIn, given: Sequence[int]) -> bool:
+    def _holds_given(self, stand_in: StandIn, input_storages: Sequence[int]) -> bool:
         """Whether a model holds a step's input where the stand-in was: each step hands it over."""
         tensor = stand_in.held.holders[0].tensor
         counted = self._live.counted(tensor) if isinstance(tensor, torch.Tensor) else None
-        return counted is not None and counted[0] in given
+        return counted is not None and counted[0] in input_storages
 
     def _replaced(
         self, begin: _Mark, gone: Sequence[StandIn], model: torch.nn.Module
@@ -491,35 +493,43 @@ class Repeats:
             tensor = held.holders[0].tensor
             if type(tensor) is not torch.Tensor:
                 raise NotRepeatedError
-            kept: _Kept | None = vars(tensor).get(_KEPT)
-            number = self._live.number_of(tensor) if kept is None else kept.number
+            known_tensor: _Kept | None = vars(tensor).get(_KEPT)
+            number = self._live.number_of(tensor) if known_tensor is None else known_tensor.number
             del tensor
             in_graph = self._in_graph.get((chunk, held.places)) if is_forward else False
-            made = _Kept(own + replaced.offset, key, in_graph)
-            went = self._live.without_telling(partial(self._hold, replaced, made, inputs))
-            self._check_gone(chunk, number, kept, went)
+            new_tensor = _Kept(own + replaced.offset, key, in_graph)
+            went = self._live.without_telling(partial(self._hold, replaced, new_tensor, inputs))
+            self._check_gone(chunk, number, known_tensor, went)
             for storage, num_bytes in went:
                 yield _Free(storage, num_bytes, replaced.end)
 
             # of a step that ran: its graph holds it, or nothing else did
-            if kept is None and is_forward and not before_is_done:
+            if known_tensor is None and is_forward and not before_is_done:
                 is_held = all(storage != number for storage, _ in went)
-                made.in_graph = self._in_graph[chunk, held.places] = is_held
-                self._count(replaced, made)
+                new_tensor.in_graph = self._in_graph[chunk, held.places] = is_held
+                self._count(replaced, new_tensor)
 
     def _check_gone(
-        self, chunk: int | None, number: int, kept: _Kept | None, went: Sequence[tuple[int, int]]
+        self,
+        chunk: int | None,
+        number: int,
+        known_tensor: _Kept | None,
+        went: Sequence[tuple[int, int]],
     ) -> None:
         """Raise NotRepeatedError where what a model held cannot be followed.
 
         Args:
             chunk: Of the model.
             number: Of the storage that it held.
-            kept: What is known of a tensor of ours; None for one of a step that ran.
+            known_tensor: What is known of a tensor of ours; None for one of a step that ran.
             went: Storages that went with it.
         """
         # nobody knows whether a graph still holds it
-        if kept is not None and kept.in_graph is None and kept.key not in self._gone_back:
+        if (
+            known_tensor is not None
+            and known_tensor.in_graph is None
+            and known_tensor.key not in self._gone_back
+        ):
             raise NotRepeatedError
         # what else a graph held is an input or its gradient: others have no tensors of ours
         for patterns in (self._forwards, self._backwards):
@@ -530,7 +540,7 @@ class Repeats:
             if any(first <= storage < behind and storage != number for storage, _ in went):
                 raise NotRepeatedError
 
-    def _hold(self, replaced: _Replaced, made: _Kept, inputs: Sequence[torch.Tensor]) -> None:
+    def _hold(self, replaced: _Replaced, new_tensor: _Kept, inputs: Sequence[torch.Tensor]) -> None:
         """Make ``made``, and have the model hold it."""
         held = replaced.held
         with _disable_current_modes():
@@ -539,24 +549,24 @@ class Repeats:
                 before = holder.tensor
                 assert isinstance(before, torch.Tensor)
                 tensor = look_alike(before, storage.untyped_storage())
-                vars(tensor)[_KEPT] = made
+                vars(tensor)[_KEPT] = new_tensor
                 vars(tensor)[_KEEPS] = inputs if replaced.has_graph else ()
                 holder.put(tensor)
                 del before
-        if not made.in_graph:
-            self._count(replaced, made)
+        if not new_tensor.in_graph:
+            self._count(replaced, new_tensor)
 
-    def _count(self, replaced: _Replaced, made: _Kept) -> None:
+    def _count(self, replaced: _Replaced, new_tensor: _Kept) -> None:
         """Count ``made`` as long as the model holds it, unless its graph does."""
         held = replaced.held
         tensor = held.holders[0].tensor
         assert isinstance(tensor, torch.Tensor)
         counts = self._live.counted(tensor) is not None
-        if made.in_graph and counts:
+        if new_tensor.in_graph and counts:
             self._live.forget(tensor)
-        elif not made.in_graph and not counts:
+        elif not new_tensor.in_graph and not counts:
             storage = tensor.untyped_storage()
-            self._live.adopt_storage(storage, held.num_bytes, made.number, replaced.note)
+            self._live.adopt_storage(storage, held.num_bytes, new_tensor.number, replaced.note)
 
     def _release(self, key: Key, forward: _Step, backward: _Step, first: int) -> Iterator[_Free]:
         """Let the graph of a microbatch go, which its model may still hold something of.
@@ -574,20 +584,20 @@ class Repeats:
             NotRepeatedError: A storage goes whose place in the step is not known.
         """
         chunk, _ = key
-        known = {released.replaced.held.places for released in backward.released}
+        released_places = {released.replaced.held.places for released in backward.released}
         for replaced in forward.replaced:
             places = replaced.held.places
-            if self._in_graph.get((chunk, places)) and places not in known:
+            if self._in_graph.get((chunk, places)) and places not in released_places:
                 raise NotRepeatedError
         for released in backward.released:
             replaced = released.replaced
             number = first + replaced.offset
             tensor = replaced.held.holders[0].tensor
-            kept: _Kept | None = getattr(tensor, _KEPT, None)
+            known_tensor: _Kept | None = getattr(tensor, _KEPT, None)
             # the model holds it until the next microbatch
-            if kept is not None and kept.number == number:
-                kept.in_graph = False
-                self._count(replaced, kept)
+            if known_tensor is not None and known_tensor.number == number:
+                known_tensor.in_graph = False
+                self._count(replaced, known_tensor)
             else:
                 yield _Free(number, replaced.held.num_bytes, released.end)
 
@@ -680,7 +690,7 @@ class Repeats:
         """Tensors of their own that look like those of ``outline``, in the graph behind
         ``made_from``.
         """
-        return tree_map_only(Outline, lambda one: self._made(one, moved, made_from), outline)
+        return tree_map_only(Outline, lambda leaf: self._made(leaf, moved, made_from), outline)
 
     def _made(
         self, outline: Outline, moved: _Moved, made_from: Sequence[torch.Tensor]
@@ -688,10 +698,10 @@ class Repeats:
         number = moved.number(outline.storage)
         with _disable_current_modes():
             if made_from and outline.requires_grad:
-                made = _Made.apply(partial(self._live.adopt, outline, number), *made_from)
+                tensor = _Made.apply(partial(self._live.adopt, outline, number), *made_from)
             else:
-                made = self._live.adopt(outline, number).requires_grad_(outline.requires_grad)
-        return made
+                tensor = self._live.adopt(outline, number).requires_grad_(outline.requires_grad)
+        return tensor
 
 
 class _Ends:
@@ -722,11 +732,11 @@ class _Ends:
             if storage in ended and num_bytes < 0:
                 in_memory.append(place)
         self._in_memory = np.array(in_memory, dtype=np.int64)
-        kept = [place for place in range(len(memory)) if place not in {*in_memory}]
+        not_in_memory = [place for place in range(len(memory)) if place not in {*in_memory}]
         self.part: Part = (
             rows,
-            [memory[place] for place in kept],
-            [streams[place] for place in kept],
+            [memory[place] for place in not_in_memory],
+            [streams[place] for place in not_in_memory],
             trace,
         )
         self.of: dict[int, StepMoment] = {}
@@ -751,12 +761,12 @@ class _Ends:
         return replace(place, history=history, memory=memory)
 
 
-def _touches_own(step: _Step, given: Sequence[int], forward: _Step | None) -> bool:
+def _touches_own(step: _Step, input_storages: Sequence[int], forward: _Step | None) -> bool:
     """Whether all storages that ``step`` touches came to be in it or in its forward, or were given
     to it; numbers below 0 are the model's.
     """
     touched = step.history[:, 0]
-    own = np.isin(touched, given) | (touched < 0)
+    own = np.isin(touched, input_storages) | (touched < 0)
     for partner in (step, forward):
         if partner is not None:
             first, behind = partner.born
@@ -809,8 +819,8 @@ class _Moved:
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
         moved = numbers.copy()
-        for number, other in self._given.items():
-            moved[numbers == number] = other
+        for number, new_number in self._given.items():
+            moved[numbers == number] = new_number
         for span, start in self._spans.items():
             first, behind = span
             is_inside = (numbers >= first) & (numbers < behind)
@@ -825,10 +835,10 @@ class _Moved:
 
 def _tensors(*values: StepValue) -> list[torch.Tensor]:
     """Those of tier meta, in order."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
-        each_tensor(value, found.append)
-    return found
+        each_tensor(value, tensors.append)
+    return tensors
 
 
 # -- what each call of the schedule did ------------------------------------------------------------
@@ -931,12 +941,12 @@ class Sections:
         self._recorder.start(like=builder, earlier=builder.earlier)
         try:
             run()
-            found = self._recorder.stop().builder
+            recorded = self._recorder.stop().builder
         finally:
             told, self._told = self._told, None
-        if found is None or told.keys() != self._known.keys():
+        if recorded is None or told.keys() != self._known.keys():
             raise NotRepeatedError
-        return found.build(rank, memory=False)
+        return recorded.build(rank, memory=False)
 
     def _again(self, key: CallKey) -> StepValue:
         section = self._known.get(key)
@@ -946,8 +956,8 @@ class Sections:
         assert self._content is not None
         if self._recorder.meter is not None:  # what ran since the last op is repeated, too
             self._recorder.meter.take()
-        here, _, _, batches = self._recorder.position()
-        self._told[key] = here
+        position, _, _, batches = self._recorder.position()
+        self._told[key] = position
         rows = []
         for row in self._content.rows(section.first, section.behind):
             handle = self._moved(row[_HANDLE])
@@ -974,5 +984,5 @@ def each_tensor(
 ) -> StepValue:
     """``value`` with ``what`` of every tensor of tier meta in it, or of every ``kind``."""
     return tree_map_only(
-        kind, lambda one: what(one) if getattr(one, "is_meta", True) else one, value
+        kind, lambda leaf: what(leaf) if getattr(leaf, "is_meta", True) else leaf, value
     )

@@ -230,10 +230,10 @@ def _turned(tensor: torch.Tensor) -> bool:
 
 
 def _flat(value: Iterable[object]) -> list[object]:
-    found: list[object] = []
+    leaves: list[object] = []
     for item in value:
         if isinstance(item, (list, tuple)):
-            found.extend(_flat(item))
+            leaves.extend(_flat(item))
         else:
-            found.append(item)
-    return found
+            leaves.append(item)
+    return leaves
