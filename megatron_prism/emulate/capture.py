@@ -71,7 +71,7 @@ def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
     """What decides the content of a stock job's slices, besides its arguments, which are not known
     before Megatron has parsed them.
     """
-    found = {
+    source = {
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
         "tier": tier,
@@ -80,8 +80,8 @@ def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"  # of a device, which only tier cuda has
     variables = {k: v for k, v in os.environ.items() if tier == "cuda" or k != queues}
     if settings := recorded(variables):
-        found[NCCL_ENV] = settings
-    return found
+        source[NCCL_ENV] = settings
+    return source
 
 
 def of_running_job() -> dict[str, str]:
@@ -272,11 +272,11 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
     """UsageError if the slice of ``rank`` is there and may not be replaced."""
     path = folder / f"slice-{rank:06d}.prism"
     try:
-        there = path.exists()
+        exists = path.exists()
     except OSError as error:  # a name too long, a folder that may not be looked into
         message = f"--prism-capture: {folder} cannot be used: {error.strerror}"
         raise UsageError(message, fix="name another folder") from error
-    if there and not force:
+    if exists and not force:
         message = f"--prism-capture: {path} exists and is not overwritten"
         raise UsageError(message, fix="--prism-force, or another folder")
     if folder.exists() and not folder.is_dir():
@@ -339,10 +339,10 @@ class StockCapture(TrainingListener):
 
     def _check_others(self, force: bool) -> None:
         """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
-        there = self.store.ranks() if self.store.folder.is_dir() and not force else ()
-        for rank in there:
-            found = program.load(self.store.path(rank))
-            self._there[self.store.path(rank)] = Origin(found.world, found.source)
+        captured_ranks = self.store.ranks() if self.store.folder.is_dir() and not force else ()
+        for rank in captured_ranks:
+            programs = program.load(self.store.path(rank))
+            self._there[self.store.path(rank)] = Origin(programs.world, programs.source)
         self._compare()
 
     def is_of(self, arguments: str) -> None:
@@ -354,9 +354,9 @@ class StockCapture(TrainingListener):
         self._compare()
 
     def _compare(self) -> None:
-        for path, found in self._there.items():
+        for path, origin in self._there.items():
             try:
-                self.store.check(found, path)
+                self.store.check(origin, path)
             except UsageError as error:
                 if workers.EVENTS in os.environ:  # whoever captures has options of its own
                     raise
@@ -570,11 +570,13 @@ class StockCapture(TrainingListener):
         recorder = self._recorder
         self.changes.undo()
         self._recorder = None
-        self._monitor.listen(*(one for one in self._monitor.listeners if one is not recorder))
+        self._monitor.listen(
+            *(listener for listener in self._monitor.listeners if listener is not recorder)
+        )
         if self.tier.live is not None:
             self.tier.live.end_history()
         if (world := current()) is not None:
-            world.listen(*(one for one in world.listeners if one is not recorder))
+            world.listen(*(listener for listener in world.listeners if listener is not recorder))
 
     def kept(self) -> list[Any]:
         """The recordings that count, of which one at least was written down."""
@@ -664,35 +666,35 @@ class StockCapture(TrainingListener):
 
     def remarks(self) -> str:
         """What to say of device and host beside the slice."""
-        found = f"; {self.links}" if self.links is not None else ""
+        text = f"; {self.links}" if self.links is not None else ""
         if copies := self._host_bytes():
-            found += f"; {format_bytes(copies)} of host memory for copies there"
+            text += f"; {format_bytes(copies)} of host memory for copies there"
         if self._first_alone:
-            found += (
+            text += (
                 "; it is of the job's first iteration, at whose end the optimizer's states begin: "
                 "what later ones hold takes a second one"
             )
         if self._hosts:
             index, took = statistics.median(self._hosts), HOST_S * len(self._hosts)
-            found += f"; host index {index:.2f}, which took {took:g} s"
+            text += f"; host index {index:.2f}, which took {took:g} s"
         if self.program is None or len(hosts := self.program.hosts) < 2:
-            return found
+            return text
         if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):
-            found += (
+            text += (
                 f"; the host took {used / 1e6:,.0f} ms for an iteration, {min(hosts) / 1e6:,.0f} "
                 "for the quickest: it was disturbed, and with it all that waits for it"
             )
-        return found
+        return text
 
 
 def _cut_groups(world: Any, program: Program) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The groups of ``program`` that do not follow from the world's sizes; Megatron has them."""
     from torch.distributed import distributed_c10d
 
-    used, found = program.groups(), {}
+    used, cut_groups = program.groups(), {}
     for group in distributed_c10d._world.pg_map:
         name, ranks = getattr(group, "desc", ""), getattr(group, "ranks", ())
         if name in used and program.rank in ranks:
             groups = subgroups(world, name, ranks)
-            found.update({name: groups} if groups is not None else {})
-    return found
+            cut_groups.update({name: groups} if groups is not None else {})
+    return cut_groups

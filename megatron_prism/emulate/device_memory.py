@@ -73,16 +73,16 @@ class NcclReserve(TrafficCounter):
     def _connect(self, group: str, size: int, op: str, num_bytes: int, distance: int) -> None:
         first = not self._used.all()
         before, now = self._used.add(group, size, op, num_bytes, distance, self.batched)
-        had = 0 if before is None else self._calibration.bytes_of(before)
+        bytes_before = 0 if before is None else self._calibration.bytes_of(before)
         wanted = self._calibration.bytes_of(now)
-        if wanted is None or had is None:
+        if wanted is None or bytes_before is None:
             message = f"the calibration does not know {op} among {size} ranks of {group}"
             fix = "measure it: python -m benchmarks.tools.device_memory -o FILE.json"
             raise UsageError(message, fix=fix)
-        more = wanted - had + (self._calibration.once if first else 0)
-        if more > 0:
-            self._take(more)
-            self.held += more
+        added_bytes = wanted - bytes_before + (self._calibration.once if first else 0)
+        if added_bytes > 0:
+            self._take(added_bytes)
+            self.held += added_bytes
 
 
 def connected_by(tally: TrafficCounter) -> tuple[Communicator, ...]:
@@ -241,8 +241,8 @@ def explain(
 
 def _site(trace: TracebackType | None) -> str:
     """The innermost line of Megatron or TE that the error came through."""
-    sites, found = CallSites(), ""
+    sites, innermost = CallSites(), ""
     while trace is not None:
-        found = sites.place(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
+        innermost = sites.place(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or innermost
         trace = trace.tb_next
-    return found
+    return innermost

@@ -50,12 +50,12 @@ def fewest(
     """
     from megatron_prism.core.errors import UsageError
 
-    given = {ours: settings.get(name) for name, ours in _SCHEDULE.items()}
-    known = tuple((name, value) for name, value in given.items() if value is not None)
+    settings_given = {parameter: settings.get(name) for name, parameter in _SCHEDULE.items()}
+    schedule = tuple((name, value) for name, value in settings_given.items() if value is not None)
     if any(settings.get(name) for name in _VARIES):
         return wanted
     try:
-        few = _fewest(world.pp, world.vpp, wanted, stages, known)
+        few = _fewest(world.pp, world.vpp, wanted, stages, schedule)
     except UsageError:  # Megatron refuses the job itself, in its words
         return wanted
     defers = settings.get("defer_embedding_wgrad_compute")
@@ -68,12 +68,12 @@ def _fewest(
     vpp: int | None,
     wanted: int,
     stages: tuple[int, ...] | None,
-    known: tuple[tuple[str, Any], ...],
+    schedule: tuple[tuple[str, Any], ...],
 ) -> int:
     from megatron_prism.emulate.schedule import schedules  # Megatron, seconds to import
     from megatron_prism.replay.microbatches import fewest_microbatches
 
-    return fewest_microbatches(pp, vpp, wanted, schedules, stages, **dict(known))
+    return fewest_microbatches(pp, vpp, wanted, schedules, stages, **dict(schedule))
 
 
 def of_all(
@@ -85,17 +85,19 @@ def of_all(
     from megatron_prism.emulate.schedule import with_microbatches
 
     everyone = np.zeros(world.size, dtype=np.int32)
-    made = with_microbatches(Programs(world, (program,), everyone, source=source), wanted)
-    return _counted_as_all(program, made.programs[0]), dict(made.source)
+    with_all = with_microbatches(Programs(world, (program,), everyone, source=source), wanted)
+    return _counted_as_all(program, with_all.programs[0]), dict(with_all.source)
 
 
 def _counted_as_all(few: Program, whole: Program) -> Program:
     """``whole`` with the calls that its earlier iterations make; those that ran had ``few``."""
     earlier = few.calls_before()
     turns = earlier.get("", 0)
-    more = {desc: _of_nccl(whole, desc) - _of_nccl(few, desc) for desc in earlier}
+    added_calls = {desc: _of_nccl(whole, desc) - _of_nccl(few, desc) for desc in earlier}
     place = {text: i for i, text in enumerate(whole.strings)}
-    rows = [(place[desc], n + turns * more[desc]) for desc, n in earlier.items() if desc in place]
+    rows = [
+        (place[desc], n + turns * added_calls[desc]) for desc, n in earlier.items() if desc in place
+    ]
     return dataclasses.replace(whole, earlier=np.array(rows, np.int64).reshape(-1, 2))
 
 

@@ -48,10 +48,10 @@ def measure(seconds: float = 10.0) -> HostIndex:
                 samples[name].append(_turn(part))
     finally:
         torch.set_num_threads(threads)
-    found = {name: np.array(each) for name, each in samples.items()}
+    times = {name: np.array(values) for name, values in samples.items()}
     return HostIndex.of(
-        {name: float(np.median(each)) for name, each in found.items()},
-        {name: _spread(each) for name, each in found.items()},
+        {name: float(np.median(values)) for name, values in times.items()},
+        {name: _spread(values) for name, values in times.items()},
         _where(),
     )
 
@@ -164,12 +164,12 @@ def _launches() -> Callable[[], int]:
     device = torch.device("cpu")
 
     def run() -> int:
-        kept: list[torch.Tensor] = []
+        live_tensors: list[torch.Tensor] = []
         for number in range(150):
             clock()
-            kept.append(torch.empty(_SIZES[number % 6], dtype=torch.uint8, device=device))
-            if len(kept) > 8:
-                kept.pop(0)
+            live_tensors.append(torch.empty(_SIZES[number % 6], dtype=torch.uint8, device=device))
+            if len(live_tensors) > 8:
+                live_tensors.pop(0)
         return 150
 
     return run

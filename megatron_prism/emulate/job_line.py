@@ -31,13 +31,13 @@ _DEEPEST = 4  # scripts that are submitted, one by the other
 
 
 def job_of(
-    words: Sequence[str], given: Sequence[str], obstacles: Obstacles | None = None
+    words: Sequence[str], flags_given: Sequence[str], obstacles: Obstacles | None = None
 ) -> tuple[list[str], list[str]]:
     """Read the job of a launch line.
 
     Args:
         words: the launch line; empty where there is none.
-        given: flags of ours that the user gave, which win.
+        flags_given: flags of ours that the user gave, which win.
         obstacles: gets what the user has to say or correct, where reading goes on with a
             placeholder; without it the first of these is raised.
 
@@ -50,17 +50,17 @@ def job_of(
             obstacles.
     """
     if obstacles is None:
-        return _read_job(words, given, None)
+        return _read_job(words, flags_given, None)
     with obstacles.noting():
-        return _read_job(words, given, obstacles)
+        return _read_job(words, flags_given, obstacles)
     return [], []
 
 
 def _read_job(
-    words: Sequence[str], given: Sequence[str], obstacles: Obstacles | None
+    words: Sequence[str], user_flags: Sequence[str], obstacles: Obstacles | None
 ) -> tuple[list[str], list[str]]:
     """Read the job of a launch line as ``job_of`` does; raises what leaves no job to look at."""
-    paths = PathMap.parse(options.values_of("--prism-map", given))
+    paths = PathMap.parse(options.values_of("--prism-map", user_flags))
     words = [paths.in_text(word) for word in words]
     line = read_line(words, os.environ)
 
@@ -71,30 +71,32 @@ def _read_job(
         shell = ("bash", "-c", shlex.join(["python", *line.words]))
         line = replace(line, shell=shell, before=(), launchers=())
     if line.shell:
-        line = _run_dry(line, given, script, obstacles)
+        line = _run_dry(line, user_flags, script, obstacles)
     if not line.words:
         return [], []
 
-    job_flags = shlex.split(options.value_of("--prism-job-flags", given))
+    job_flags = shlex.split(options.value_of("--prism-job-flags", user_flags))
     job = [*_script(line.words), *job_flags]
-    flags_given = [*options.words_of(os.environ), *given, *job]
+    flags_given = [*options.words_of(os.environ), *user_flags, *job]
     if obstacles is None:
-        ours = line.flags(flags_given)
+        own_flags = line.flags(flags_given)
     else:
-        ours = _flags_or_obstacle(line, flags_given, obstacles)
+        own_flags = _flags_or_obstacle(line, flags_given, obstacles)
     if line.launchers:
         _tell(_summary(line))
-    size = options.value_of("--prism-world-size", given)
+    size = options.value_of("--prism-world-size", user_flags)
     if line.ranks and size and size != str(line.ranks):
         _tell(f"--prism-world-size {size} counts, not the {line.ranks:,} ranks of the line")
     os.environ.update(line.variables)
-    return ours, job
+    return own_flags, job
 
 
-def _flags_or_obstacle(line: LaunchLine, given: Sequence[str], obstacles: Obstacles) -> list[str]:
+def _flags_or_obstacle(
+    line: LaunchLine, flags_given: Sequence[str], obstacles: Obstacles
+) -> list[str]:
     """Return our flags for the world of a line; what it does not say is an obstacle."""
     try:
-        return line.flags(given)
+        return line.flags(flags_given)
     except UsageError as error:
         obstacles.note(error)
         obstacles.world_is_guessed = True
@@ -109,7 +111,7 @@ def _script_reader() -> ModuleType | None:
 
 def _run_dry(
     line: LaunchLine,
-    given: Sequence[str],
+    user_flags: Sequence[str],
     script: str,
     obstacles: Obstacles | None,
     text: str = "",
@@ -119,7 +121,7 @@ def _run_dry(
 
     Args:
         line: the line of the script.
-        given: flags of ours that the user gave.
+        user_flags: flags of ours that the user gave.
         script: of Python that starts the launcher, if one does.
         obstacles: gets what only the user can say; None raises that.
         text: of the submitted script, where it is known.
@@ -131,7 +133,7 @@ def _run_dry(
             f"{shlex.join(line.shell)} is a script, which this prism does not read",
             fix="the line that the script starts the job with",
         )
-    dry_options = ScriptOptions.parse(given, script, obstacles)
+    dry_options = ScriptOptions.parse(user_flags, script, obstacles)
     run = reader.dry_run(line.shell, line.before, line.variables, dry_options, text)
     started = read_line(run.line, {**os.environ, **run.known, **run.variables})
 
@@ -146,7 +148,7 @@ def _run_dry(
         return started
     if depth == _DEEPEST:
         raise UsageError("scripts that submit scripts do not end", fix="the last one's own line")
-    return _run_dry(started, given, "", obstacles, run.text, depth + 1)
+    return _run_dry(started, user_flags, "", obstacles, run.text, depth + 1)
 
 
 def _tell(text: str) -> None:

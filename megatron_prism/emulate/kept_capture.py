@@ -86,22 +86,22 @@ class CaptureRecord:
     variables: dict[str, str]
     files: dict[str, str]
 
-    def differences(self, other: CaptureRecord) -> list[str]:
+    def differences(self, asked: CaptureRecord) -> list[str]:
         """Say in which words ``other``, of the job that is asked for now, differs from this one."""
         differ = list[str]()
-        if other.command != self.command:
-            options = changed_options(self.command, other.command)
+        if asked.command != self.command:
+            options = changed_options(self.command, asked.command)
             differ.append(f"{_some(options)} of the command" if options else _OTHER_ORDER)
-        if other.folder != self.folder:
+        if asked.folder != self.folder:
             differ.append(f"it was typed in {self.folder}")
-        if other.python != self.python:
+        if asked.python != self.python:
             differ.append(f"it ran with Python {self.python}")
-        if other.devices != self.devices:
+        if asked.devices != self.devices:
             differ.append("the machine has other GPUs")
-        variables = _changed(self.variables, other.variables)
+        variables = _changed(self.variables, asked.variables)
         if variables:
             differ.append(f"{_some(variables)} in the environment")
-        files = _changed(self.files, other.files)
+        files = _changed(self.files, asked.files)
         if files:
             differ.append(f"{_some(files)} changed")
         return differ
@@ -160,9 +160,9 @@ def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
         if record.differences(asked):
             continue
         changed = changed_options(record.command, command)
-        found = Neighbour(path.parent, changed)
-        if nearest is None or len(found.changing) < len(nearest.changing):
-            nearest = found
+        candidate = Neighbour(path.parent, changed)
+        if nearest is None or len(candidate.changing) < len(nearest.changing):
+            nearest = candidate
     return nearest
 
 
@@ -196,8 +196,8 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _some(names: Sequence[str]) -> str:
     """Join the first of ``names``, and say how many more there are."""
     shown = ", ".join(names[:_MOST_NAMED])
-    more = len(names) - _MOST_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
+    left_out = len(names) - _MOST_NAMED
+    return f"{shown} and {left_out} more" if left_out > 0 else shown
 
 
 def differences(folder: Path, command: Sequence[str]) -> list[str] | None:

@@ -477,15 +477,15 @@ def numbers(
     if options.keys() & set(row.per_host.split()):
         del variables["ranks"]  # it says the ranks of the whole allocation then
     for quantity in _QUANTITIES:
-        given = [option for option in getattr(row, quantity).split() if option in options]
-        with_value = [option for option in given if any(options[option])]
+        options_given = [option for option in getattr(row, quantity).split() if option in options]
+        with_value = [option for option in options_given if any(options[option])]
         if with_value:
             option = with_value[0]
             text = options[option][-1]
             source = f"{option} {text}"
         else:
-            if given:  # of a variable that is empty
-                unclear = unclear or f"{given[0]} without a value"
+            if options_given:  # of a variable that is empty
+                unclear = unclear or f"{options_given[0]} without a value"
             option = ""
             variable = variables.get(quantity, "")
             text = env.get(variable, "")

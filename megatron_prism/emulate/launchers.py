@@ -48,15 +48,15 @@ def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
 
     Raises UsageError where tasks of srun on several hosts have not been told where to meet.
     """
-    found = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    variables = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     if _by_srun(env) and "LOCAL_WORLD_SIZE" not in env:
-        found["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
+        variables["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
         if number_in(env, "SLURM_STEP_NUM_NODES", 1) > 1 and "MASTER_ADDR" not in env:
             raise UsageError(
                 "srun started tasks on several hosts, and MASTER_ADDR does not say where they meet",
                 fix="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)",
             )
-    return {name: text for name, text in found.items() if name not in env}
+    return {name: text for name, text in variables.items() if name not in env}
 
 
 def number_in(env: Mapping[str, str], name: str, default: int) -> int:

@@ -124,8 +124,8 @@ class TrainingMonitor:
         """Tell ``listeners`` from here on, in this order, instead of those before."""
         self.listeners: tuple[TrainingListener, ...] = tuple(listeners)
         # found once: every forward and backward has a scope
-        self._scopes = tuple(one.scope for one in self._hearing("scope"))
-        self._parts = tuple(one.part for one in self._hearing("part"))
+        self._scopes = tuple(listener.scope for listener in self._hearing("scope"))
+        self._parts = tuple(listener.part for listener in self._hearing("part"))
 
     def note(self, text: str) -> bool:
         """Keep what this run does otherwise; False if it is known."""
@@ -353,19 +353,21 @@ class TrainingMonitor:
             return
         ran = len(self.iterations)
         if not ran:
-            what = "the job ended without a single train step"
+            message = "the job ended without a single train step"
             fix = "check --train-iters and the data flags; a real job would idle too"
             if skips:
                 fix = "leave --skip-train out; what it evaluated is in the log above"
             elif self.left:  # --exit-on-missing-checkpoint, say
                 fix = "Megatron itself left it, and says why in the log above; a real job would too"
         else:
-            what = f"{ran} train steps ran, but only {self.steps} updates of {wanted} were applied"
+            message = (
+                f"{ran} train steps ran, but only {self.steps} updates of {wanted} were applied"
+            )
             fix = (
                 "gradients were not finite or the run stopped early: look at the log, try "
                 "--prism-values noise, or lower --initial-loss-scale under --fp16"
             )
-        self.failure = NotTrainedError(what, fix=fix)  # kept: scripts catch what pretrain raises
+        self.failure = NotTrainedError(message, fix=fix)  # kept: scripts catch what pretrain raises
         raise self.failure
 
 
@@ -406,11 +408,11 @@ def host(
     signature = inspect.signature(original)
 
     def init_process_group(*args: object, **kwargs: object) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        if given.get("backend") == "prism" or dist.is_initialized():
+        arguments = signature.bind(*args, **kwargs).arguments
+        if arguments.get("backend") == "prism" or dist.is_initialized():
             original(*args, **kwargs)  # type: ignore[arg-type]
             return
-        _check(options, given)
+        _check(options, arguments)
         if not monitor.started:
             monitor.loop = OwnLoop(monitor, changes, options.steps)
         start()
@@ -426,8 +428,8 @@ def _store_of(base: Any, options: Options) -> type[dist.TCPStore]:
     class TCPStore(base):
         def __init__(self, *args: object, **kwargs: object) -> None:
             names = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            size, waits = given.get("world_size"), given.get("wait_for_workers", True)
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            size, waits = arguments.get("world_size"), arguments.get("wait_for_workers", True)
             if waits and isinstance(size, int) and size > options.num_processes:
                 message = (
                     f"the script waits at a store for {size} processes: virtual ranks have none"
@@ -439,9 +441,9 @@ def _store_of(base: Any, options: Options) -> type[dist.TCPStore]:
     return TCPStore
 
 
-def _check(options: Options, given: dict[str, object]) -> None:
+def _check(options: Options, arguments: dict[str, object]) -> None:
     """UsageError unless the program means the world, and the rank, that is emulated."""
-    size, rank = given.get("world_size", -1), given.get("rank", -1)
+    size, rank = arguments.get("world_size", -1), arguments.get("rank", -1)
     if size not in (-1, None, options.world.size):
         message = f"the script starts {size} ranks, and the emulated job has {options.world.size}"
         raise UsageError(message, fix=f"--prism-world-size {size}")

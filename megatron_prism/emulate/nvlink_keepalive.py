@@ -52,11 +52,11 @@ class KeepAlive:
 
     def _run(self, send: Callable[[], None], calls: Callable[[], int]) -> None:
         try:
-            made, recent = calls(), deque([False] * _LOOKS, maxlen=_LOOKS)
+            calls_before, recent = calls(), deque([False] * _LOOKS, maxlen=_LOOKS)
             while not self._stop.wait(PERIOD_S):
                 now = calls()
-                recent.append(now != made)
-                made = now
+                recent.append(now != calls_before)
+                calls_before = now
                 if recent[-1] or sum(recent) >= _DENSE:
                     send()
                     self.words += 1
@@ -107,8 +107,8 @@ def _neighbour(index: int) -> int | None:
 
     reachable = torch.cuda.can_device_access_peer
     count = torch.cuda.device_count()
-    others = ((index + i) % count for i in range(1, count))  # not everybody's the same one
-    return next((i for i in others if reachable(index, i)), None)
+    devices = ((index + i) % count for i in range(1, count))  # not everybody's the same one
+    return next((i for i in devices if reachable(index, i)), None)
 
 
 def _sender(index: int, peer: int) -> Callable[[], None]:
@@ -122,15 +122,15 @@ def _sender(index: int, peer: int) -> Callable[[], None]:
     from megatron_prism.runtime.cuda_driver import Driver
 
     driver = Driver()
-    mine = driver.words(_BYTES, f"cuda:{index}")
-    address = mine.data_ptr()
-    theirs = torch.zeros(_BYTES, dtype=torch.uint8, device=f"cuda:{peer}")
-    theirs.copy_(mine)  # torch lets one device reach the other at the first copy
+    own_words = driver.words(_BYTES, f"cuda:{index}")
+    address = own_words.data_ptr()
+    peer_words = torch.zeros(_BYTES, dtype=torch.uint8, device=f"cuda:{peer}")
+    peer_words.copy_(own_words)  # torch lets one device reach the other at the first copy
     stream = torch.cuda.Stream(index)
 
     def send() -> None:
         torch.cuda.set_device(index)  # a thread begins with device 0, which would get a context
-        for to, source in ((theirs.data_ptr(), address), (address, theirs.data_ptr())):
+        for to, source in ((peer_words.data_ptr(), address), (address, peer_words.data_ptr())):
             driver.copy(to, source, _BYTES, stream.cuda_stream)
 
     return send

@@ -48,8 +48,8 @@ _ORDERS = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"  # Megatron's, and with --use-tp-pp
 
 def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
     """The places of the job's ranks, before Megatron has parsed its arguments: without chunks."""
-    given = {name: getattr(args, name) for name in SIZES.values()}
-    sizes = {name: 1 if size is None else size for name, size in given.items()}
+    flag_values = {name: getattr(args, name) for name in SIZES.values()}
+    sizes = {name: 1 if size is None else size for name, size in flag_values.items()}
     if args.etp is None:
         sizes["etp"] = sizes["tp"]
     for name, size in sizes.items():
@@ -59,8 +59,8 @@ def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: boo
     if size is None and not launched and env.get("WORLD_SIZE"):
         size = number_in(env, "WORLD_SIZE", 1)
     if size is None:  # more processes than the smallest world: add data-parallel replicas
-        least = implied_size(**sizes)
-        size = max(1, -(-k // least)) * least
+        smallest_world = implied_size(**sizes)
+        size = max(1, -(-k // smallest_world)) * smallest_world
     node = args.prism_gpus_per_node
     if node is None and k == size and processes_here(env, k) < k:  # this is the job itself
         node = processes_here(env, k)
@@ -76,7 +76,7 @@ def _world(**sizes: Any) -> World:
         return World(**sizes)
     except WorldError as error:
         pattern = rf"\b({'|'.join(names)})=(?=\d)"
-        fix = re.sub(pattern, lambda found: f"{names[found[1]]}=", error.fix or "")
+        fix = re.sub(pattern, lambda match: f"{names[match[1]]}=", error.fix or "")
         raise WorldError(error.message, fix=fix or None) from None
 
 
@@ -143,8 +143,8 @@ def local_ranks(
             )
         if len(ranks) > k:  # coordinates match many equal ranks
             taken = f"rank {ranks[0]} runs" if k == 1 else f"ranks {format_ranks(ranks[:k])} run"
-            said = f"--prism-ranks {text} matches {counted(len(ranks), 'rank')}, of which {taken}"
-            print(f"prism: {said}", file=sys.stderr)
+            note = f"--prism-ranks {text} matches {counted(len(ranks), 'rank')}, of which {taken}"
+            print(f"prism: {note}", file=sys.stderr)
         ranks = ranks[:k]
     if len(ranks) < k:
         raise UsageError(
@@ -379,10 +379,10 @@ class Options:
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags as a group of their own; harmless if they are there already."""
-    known = parser._option_string_actions
+    existing = parser._option_string_actions
     group = parser.add_argument_group(title="prism (emulation of the whole job on a few devices)")
     for flag, settings in FLAGS.items():
-        if flag not in known:
+        if flag not in existing:
             group.add_argument(flag, **settings)
     return parser
 
@@ -414,18 +414,20 @@ def alone() -> set[str]:
 
 def split(words: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """(our flags, each with its words; the other words) of a command line."""
-    ours: list[tuple[str, list[str]]] = []
-    others: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    own_flags: list[tuple[str, list[str]]] = []
+    job_words: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
         name, equals, _ = word.partition("=")
         if not name.startswith("--prism-"):
-            others.append(word)
+            job_words.append(word)
         elif equals or name in alone():
-            ours.append((name, [word]))
+            own_flags.append((name, [word]))
         else:
-            ours.append((name, [word, *([following] if (following := next(rest, None)) else [])]))
-    return ours, others
+            own_flags.append(
+                (name, [word, *([following] if (following := next(remaining, None)) else [])])
+            )
+    return own_flags, job_words
 
 
 def hide_from_parsers(changes: ProcessChanges) -> None:
@@ -436,8 +438,10 @@ def hide_from_parsers(changes: ProcessChanges) -> None:
         self: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
-        known = isinstance(self, _Parser) or "--prism-emulate" in self._option_string_actions
-        return original(self, words if known else split(words)[1], namespace)
+        takes_own_flags = (
+            isinstance(self, _Parser) or "--prism-emulate" in self._option_string_actions
+        )
+        return original(self, words if takes_own_flags else split(words)[1], namespace)
 
     changes.set(argparse.ArgumentParser, "parse_known_args", parse_known_args)
 
@@ -459,8 +463,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--yaml-cfg", default=None)
     parser.add_argument("--fake-process-group", action="store_true")
-    args, rest = parser.parse_known_args(list(argv))
-    unknown = [a for a in rest if a.startswith("--prism-")]
+    args, unread = parser.parse_known_args(list(argv))
+    unknown = [a for a in unread if a.startswith("--prism-")]
     if unknown:
         word = unknown[0].partition("=")[0]
         meant = did_you_mean(word, FLAGS, "see prism run --help;")
@@ -471,8 +475,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         from megatron_prism.core.recipe import load_prism_section
 
         section = load_prism_section(Path(args.prism_recipe))
-        given = {f"prism_{key}": value for key, value in section.items() if value is not None}
-        parser.set_defaults(**given)
+        defaults = {f"prism_{key}": value for key, value in section.items() if value is not None}
+        parser.set_defaults(**defaults)
         args, _ = parser.parse_known_args(list(argv))
     return args
 
@@ -486,11 +490,11 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     env = os.environ if env is None else env
     argv = [*words_of(env), *argv]
     args = _parse(argv)
-    given = [a for a in argv if a.startswith("--prism-")]
+    own_flags = [a for a in argv if a.startswith("--prism-")]
     refuse(
         (
-            given and not args.prism_emulate,
-            f"{''.join(given[:1])} without --prism-emulate has no effect",
+            own_flags and not args.prism_emulate,
+            f"{''.join(own_flags[:1])} without --prism-emulate has no effect",
             "add --prism-emulate, or drop the --prism-* options",
         ),
         (
@@ -547,8 +551,8 @@ def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None
     """The first and the last of ``12345`` or ``12345..12350``."""
     if text is None:
         return None
-    found = re.fullmatch(r"([1-9]\d{0,11})(?:\.\.([1-9]\d{0,11}))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    match = re.fullmatch(r"([1-9]\d{0,11})(?:\.\.([1-9]\d{0,11}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if last < first:
         raise UsageError(
             f"--prism-iteration {text}: a number, from 1, or a first and a last",

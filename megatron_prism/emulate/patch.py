@@ -81,12 +81,12 @@ class Patch:
 
     def paths(self, release: Release | None) -> tuple[str, ...]:
         """The targets that ``release`` should have; of an unknown release (None) all."""
-        found = []
+        paths = []
         for target in self.targets:
             path, _, releases = target.partition(" ")
             if within(release, releases):
-                found.append(path)
-        return tuple(found)
+                paths.append(path)
+        return tuple(paths)
 
 
 class _About(TypedDict, total=False):
@@ -113,8 +113,8 @@ class Patches(list[Patch]):
     def patch(self, place: str, *targets: str, **about: Unpack[_About]) -> Callable[[Apply], Apply]:
         """Append a patch of a module that the decorated function applies."""
         module, _, first = place.partition(":")
-        more: dict[str, Any] = {**self.about, **about}
-        at = more.pop("at")
+        fields: dict[str, Any] = {**self.about, **about}
+        at = fields.pop("at")
         if at.startswith(":"):
             at = f"{module.removeprefix('megatron.').replace('.', '/')}.py{at}"
 
@@ -122,7 +122,7 @@ class Patches(list[Patch]):
             name = function.__name__.strip("_").replace("_", "-")
             reason = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
             wanted = (first, *targets) if first else targets
-            self.append(Patch(name, module, reason, at, function, wanted, **more))
+            self.append(Patch(name, module, reason, at, function, wanted, **fields))
             return function
 
         return declare
@@ -159,8 +159,8 @@ class Patches(list[Patch]):
         """
 
         def declare(function: Replacement) -> Replacement:
-            def put(found: ModuleType, context: PatchContext) -> None:
-                context.replace(found, functools.partial(function, context))
+            def put(module: ModuleType, context: PatchContext) -> None:
+                context.replace(module, functools.partial(function, context))
 
             put.__name__, put.__doc__ = function.__name__, function.__doc__
             self.patch(place, *targets, **about)(put)
@@ -288,11 +288,11 @@ def _calling(call: Callable[..., Any], original: Original) -> Callable[..., Any]
     return replacement
 
 
-def refused(what: str, fix: str) -> Callable[..., Any]:
+def refused(message: str, fix: str) -> Callable[..., Any]:
     """For ``replace``: a function that cannot run here says so by name."""
 
     def call(original: Original, *args: object, **kwargs: object) -> Any:
-        raise UnsupportedError(what, fix=fix)
+        raise UnsupportedError(message, fix=fix)
 
     return call
 
@@ -314,7 +314,7 @@ def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> li
     patch: a job cannot use it.
     """
     release = parse_release(megatron_release(roots))
-    found = []
+    statuses = []
     for patch in patches:
         package = ".".join(
             patch.module.split(".")[: 2 if patch.module.startswith("megatron") else 1]
@@ -327,15 +327,17 @@ def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> li
         for target in patch.targets:
             name, _, releases = target.partition(" ")
             if why or not within(release, releases):
-                found.append(PatchStatus(patch, name, NOT_NEEDED, why or f"of releases {releases}"))
+                statuses.append(
+                    PatchStatus(patch, name, NOT_NEEDED, why or f"of releases {releases}")
+                )
             elif path is None:
-                found.append(
+                statuses.append(
                     PatchStatus(patch, name, MISSING, f"there is no module {patch.module}")
                 )
             else:
                 wrong = lookup(path, name)
-                found.append(PatchStatus(patch, name, MISSING if wrong else FOUND, wrong))
-    return found
+                statuses.append(PatchStatus(patch, name, MISSING if wrong else FOUND, wrong))
+    return statuses
 
 
 def apply(patches: Sequence[Patch], context: PatchContext) -> None:

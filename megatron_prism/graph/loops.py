@@ -40,8 +40,8 @@ def run(
     _interpreted += size // short
     lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
     function(*lists)
-    for array, found in zip(changed, lists[len(given) :], strict=True):
-        array[:] = found
+    for array, values in zip(changed, lists[len(given) :], strict=True):
+        array[:] = values
 
 
 @cache
@@ -61,8 +61,8 @@ def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in function.__code__.co_names
         if isinstance(value := function.__globals__.get(name), FunctionType)
     }
-    known = {**function.__globals__, **helpers}
-    linked = FunctionType(function.__code__, known, function.__name__)
+    names = {**function.__globals__, **helpers}
+    linked = FunctionType(function.__code__, names, function.__name__)
     compiled: Callable[..., Any]
     try:
         compiled = numba.njit(cache=True, nogil=True)(linked)
@@ -91,15 +91,15 @@ def timed(
     waiting: np.ndarray, first: np.ndarray, after: np.ndarray, durations: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``order`` and, on the way, what ``longest`` finds of its nodes: (order, begin, end)."""
-    found = np.full(len(waiting) + 1, -1, dtype=np.int64)
+    order = np.full(len(waiting) + 1, -1, dtype=np.int64)
     begin, end = np.zeros_like(durations), np.zeros_like(durations)
-    stack = np.zeros_like(found)
-    changed = [waiting.copy(), stack, found, begin, end]
+    stack = np.zeros_like(order)
+    changed = [waiting.copy(), stack, order, begin, end]
     run(_timed, [first, after, durations], changed, SHORT)
-    return found[: found[-1]], begin, end
+    return order[: order[-1]], begin, end
 
 
-def _timed(first, after, durations, waiting, stack, found, begin, end):  # type: ignore[no-untyped-def]
+def _timed(first, after, durations, waiting, stack, order, begin, end):  # type: ignore[no-untyped-def]
     n = len(waiting)
     top = count = 0
     for node in range(n):
@@ -109,7 +109,7 @@ def _timed(first, after, durations, waiting, stack, found, begin, end):  # type:
     while top:
         top -= 1
         node = stack[top]
-        found[count] = node
+        order[count] = node
         count += 1
         ended = begin[node] + durations[node]
         end[node] = ended
@@ -121,7 +121,7 @@ def _timed(first, after, durations, waiting, stack, found, begin, end):  # type:
             if waiting[follower] == 0:
                 stack[top] = follower
                 top += 1
-    found[n] = count
+    order[n] = count
 
 
 def longest(
@@ -148,19 +148,19 @@ def path(start: np.ndarray, before: np.ndarray, end: np.ndarray, node: int) -> n
     """Nodes from the beginning to ``node``, each the last of the predecessors of the next to end
     (the first one of several).
     """
-    found, count = np.zeros_like(end), np.zeros(1, dtype=np.int64)
-    run(_path, [start, before, end, node], [found, count], SHORT)
-    return found[: count[0]][::-1]
+    nodes, count = np.zeros_like(end), np.zeros(1, dtype=np.int64)
+    run(_path, [start, before, end, node], [nodes, count], SHORT)
+    return nodes[: count[0]][::-1]
 
 
-def _path(start, before, end, node, found, count):  # type: ignore[no-untyped-def]
-    found[0], length = node, 1
+def _path(start, before, end, node, nodes, count):  # type: ignore[no-untyped-def]
+    nodes[0], length = node, 1
     while start[node] < start[node + 1]:
         latest = before[start[node]]
         for edge in range(start[node] + 1, start[node + 1]):
             if end[before[edge]] > end[latest]:
                 latest = before[edge]
         node = latest
-        found[length] = node
+        nodes[length] = node
         length += 1
     count[0] = length

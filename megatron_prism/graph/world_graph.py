@@ -150,12 +150,12 @@ class WorldGraph:
         if not findings:
             return
         path = self.programs.path
-        others = ""
+        further = ""
         if len(findings) > 1:
-            others = f"\n… and {len(findings) - 1} more"
+            further = f"\n… and {len(findings) - 1} more"
         raise PrismError(
             f"the calls of {path or 'these programs'} do not fit together, so the job hangs or "
-            f"is wrong and has no timeline:\n\n{findings[0]}{others}",
+            f"is wrong and has no timeline:\n\n{findings[0]}{further}",
             fix=fix or f"prism check {path or 'DIR'} explains every mismatch",
         )
 

@@ -184,10 +184,10 @@ def _curves_of_modules(program: Program, events: np.ndarray, peak_event: int) ->
     )
     shown = largest_first[:_MODULES]
     curves = _Curves(shown, [bytes_of_module[part].tolist() for part in shown])
-    others = [bytes_of_module[part] for part in largest_first[_MODULES:]]
-    if others:
+    other_modules = [bytes_of_module[part] for part in largest_first[_MODULES:]]
+    if other_modules:
         curves.names.append("all others")
-        curves.bytes_of_part.append(np.sum(others, axis=0).tolist())
+        curves.bytes_of_part.append(np.sum(other_modules, axis=0).tolist())
     return curves
 
 

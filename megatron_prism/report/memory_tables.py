@@ -82,9 +82,9 @@ def class_table(
     yield from columns(rows)
     classes_of_note: dict[str, list[str]] = {}
     for name, figures in memory.classes.items():
-        least, most = figures.get("nccl_between") or (0, 0)
-        if least < most:
-            between = f"NCCL {format_bytes(least)} to {format_bytes(most)}, estimated"
+        low_bytes, high_bytes = figures.get("nccl_between") or (0, 0)
+        if low_bytes < high_bytes:
+            between = f"NCCL {format_bytes(low_bytes)} to {format_bytes(high_bytes)}, estimated"
             note = f"{between}: more ranks or hosts than measured"
             classes_of_note.setdefault(note, []).append(name)
         drawn = figures.get("drawn")

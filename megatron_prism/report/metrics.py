@@ -101,12 +101,12 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
             index, op = int(matched_calls.classes[first]), int(matched_calls.ops[first])
             source = prices.collective_source[number]
         columns = ops_of_class[index]
-        what = NAMES[columns.names[op]]
+        op_name = NAMES[columns.names[op]]
         if is_host:
-            what = HOST_PART + what
+            op_name = HOST_PART + op_name
         phase = PHASE_NAMES[columns.phases[op]] or "outside"
         group = graph.program_list[index].strings[columns.groups[op]]
-        key = (phase, what, group, prices.sources[source])
+        key = (phase, op_name, group, prices.sources[source])
         ns_of_part[key] += end - start
         count_of_part[key] += 1
     parts = [PathPart(*key, ns, count_of_part[key]) for key, ns in ns_of_part.items() if ns]

@@ -52,7 +52,7 @@ def render_page(
         f"default-src 'none'; script-src '{_hash(code)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    kinds = {one: (groups.short_name(one), groups.kind(one)) for one in data.get("groups", ())}
+    kinds = {name: (groups.short_name(name), groups.kind(name)) for name in data.get("groups", ())}
     content = json.dumps({**data, "groups": kinds}, separators=(",", ":"), allow_nan=False)
     parts = {
         "policy": html.escape(policy),
@@ -61,11 +61,11 @@ def render_page(
         "subtitle": html.escape(subtitle),
         "style": style,
         "text": html.escape(text),
-        "data": re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], content),
+        "data": re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], content),
         "script": code,
     }
     # in one pass: what is put in is not searched again
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read("page.html"))
 
 
 def allow_script(page: str, script: str) -> str:

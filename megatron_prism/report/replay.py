@@ -214,9 +214,9 @@ def _links(metrics: Metrics) -> list[str]:
 
 def _uncertainty(uncertainty: Uncertainty) -> list[str]:
     """Say what it may do to the iteration, why, and what to type."""
-    less = f"−{format_ns(uncertainty.low_ns)}" if uncertainty.low_ns else "0"
-    more = format_ns(uncertainty.high_ns) if uncertainty.high_ns else "0"
-    lines = [f"{uncertainty.what:<9} {less} to +{more}: {uncertainty.why}"]
+    below = f"−{format_ns(uncertainty.low_ns)}" if uncertainty.low_ns else "0"
+    above = format_ns(uncertainty.high_ns) if uncertainty.high_ns else "0"
+    lines = [f"{uncertainty.what:<9} {below} to +{above}: {uncertainty.why}"]
     if uncertainty.fix:
         lines.append(f"{'':<9} {uncertainty.fix}")
     return lines

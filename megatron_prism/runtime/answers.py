@@ -84,10 +84,10 @@ def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
     if rows.numel() >= target.numel():
         target.copy_(rows[: target.numel()])
         return
-    whole = target.numel() // rows.numel()
-    target[: whole * rows.numel()].view(whole, -1).copy_(rows)
-    rest = target[whole * rows.numel() :]
-    rest.copy_(rows[: rest.numel()])
+    full_copies = target.numel() // rows.numel()
+    target[: full_copies * rows.numel()].view(full_copies, -1).copy_(rows)
+    remainder = target[full_copies * rows.numel() :]
+    remainder.copy_(rows[: remainder.numel()])
 
 
 # reduce ops of 0 and 1 as bytes
@@ -214,8 +214,8 @@ class OneLocalMember:
         fill_rows(out, source)
         if list(out_splits) != list(in_splits) and not out.is_meta:
             to, start = sum(out_splits[: self.p]), sum(in_splits[: self.p])
-            mine = source.detach()[start : start + in_splits[self.p]]
-            out.detach()[to : to + out_splits[self.p]].copy_(mine)
+            own_rows = source.detach()[start : start + in_splits[self.p]]
+            out.detach()[to : to + out_splits[self.p]].copy_(own_rows)
 
     def all_to_all_list(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
         """List form of all_to_all."""
@@ -352,7 +352,7 @@ class PartiallyLocalGroup:
     def reduce_scatter(
         self,
         out: torch.Tensor,
-        whole: torch.Tensor,
+        all_chunks: torch.Tensor,
         op: str,
         values: Values,
         sequence: bool = False,
@@ -361,7 +361,7 @@ class PartiallyLocalGroup:
 
         sequence : the chunks of whom a local member is or mirrors are added up instead of weighed
         """
-        slots = whole.detach().view(self.n, -1)
+        slots = all_chunks.detach().view(self.n, -1)
         chunks = slots[list(self.positions)].contiguous()
         rows, places = self._parts_of(op, values.parts), zip(chunks, self.positions, strict=True)
         if rows is not None and all(rows.fill(c, self.n, p, self.held) for c, p in places):

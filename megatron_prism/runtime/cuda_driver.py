@@ -97,9 +97,9 @@ class Driver:
     def map_host(self, address: int, num_bytes: int) -> int:
         """The device's address of host memory, page-locked from now on."""
         self._call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE_MAPPED)
-        found = ctypes.c_void_p()
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), address, 0)
-        return found.value or 0
+        device_address = ctypes.c_void_p()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(device_address), address, 0)
+        return device_address.value or 0
 
 
 class _Outside:

@@ -155,4 +155,6 @@ class LabelledCalls(CountsIterations):
 def overriding(listeners: Iterable[object], protocol: type, name: str) -> tuple[Any, ...]:
     """The listeners that have a method ``name`` of their own."""
     default = getattr(protocol, name)
-    return tuple(one for one in listeners if getattr(type(one), name, default) is not default)
+    return tuple(
+        listener for listener in listeners if getattr(type(listener), name, default) is not default
+    )

@@ -129,7 +129,7 @@ class CompletedWork(dist.Work):
         # a handle that nobody waits for: its tensors stay until the device is done with them
         if self._end is not None and self._held is not None and not sys.is_finalizing():
             _unfinished.append((self._end, self._held))  # first: asking the device may fail
-            _unfinished[:] = [one for one in _unfinished if not one[0].query()]
+            _unfinished[:] = [pending for pending in _unfinished if not pending[0].query()]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.synchronize()
@@ -253,18 +253,18 @@ class PrismGroup(dist.ProcessGroup):
     def in_place_of(self, position: int) -> Iterator[None]:
         """This rank and member ``position`` change places."""
         before, ranks = self._p, self.ranks
-        known = c10d._world.pg_group_ranks
-        places = known[self]
+        group_ranks = c10d._world.pg_group_ranks
+        places = group_ranks[self]
         changed = list(ranks)
         changed[before], changed[position] = changed[position], changed[before]
         self.ranks, self._p = changed, position
         self._alone.p = position
         self.rank = lambda: position  # type: ignore[method-assign] # which torch's own code asks
-        known[self] = {rank: place for place, rank in enumerate(changed)}
+        group_ranks[self] = {rank: place for place, rank in enumerate(changed)}
         try:
             yield
         finally:
-            self.ranks, self._p, known[self] = ranks, before, places
+            self.ranks, self._p, group_ranks[self] = ranks, before, places
             self._alone.p = before
             del self.rank
 
@@ -377,19 +377,21 @@ class PrismGroup(dist.ProcessGroup):
             self._answers(shard).gather_list(outs, shard)
 
     def _reduce_scatter_base(
-        self, out: torch.Tensor, whole: torch.Tensor, opts: dist.ReduceScatterOptions
+        self, out: torch.Tensor, all_chunks: torch.Tensor, opts: dist.ReduceScatterOptions
     ) -> None:
-        op = reduction_of(opts.reduceOp, whole)
-        self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
+        op = reduction_of(opts.reduceOp, all_chunks)
+        self._answers(all_chunks).reduce_scatter(out, all_chunks, op, self._values, self._sequence)
 
     reduce_scatter_single: _Alias = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(
         self, outs: Tensors, wholes: Tensors, opts: dist.ReduceScatterOptions
     ) -> None:
-        for out, whole in zip(outs, wholes, strict=True):
-            op = reduction_of(opts.reduceOp, whole)
-            self._answers(whole).reduce_scatter(out, whole, op, self._values, self._sequence)
+        for out, all_chunks in zip(outs, wholes, strict=True):
+            op = reduction_of(opts.reduceOp, all_chunks)
+            self._answers(all_chunks).reduce_scatter(
+                out, all_chunks, op, self._values, self._sequence
+            )
 
     reduce_scatter_single_coalesced: _Alias = reduce_scatter_tensor_coalesced
 

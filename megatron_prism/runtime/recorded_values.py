@@ -89,11 +89,11 @@ class ValueRecorder(CountsIterations):
 _ANOTHER = "record this very job, or use --prism-values mirror"
 
 
-def check_header(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+def check_header(file: Path, header: Mapping[str, object], wanted: Mapping[str, object]) -> None:
     """UsageError if a recording's head ``found`` is not that of this run."""
     for key, value in wanted.items():
-        if found.get(key) != value:
-            message = f"{file} was recorded with {key} {found.get(key)}, this run has {value}"
+        if header.get(key) != value:
+            message = f"{file} was recorded with {key} {header.get(key)}, this run has {value}"
             raise UsageError(message, fix=_ANOTHER)
 
 
@@ -116,7 +116,7 @@ class ValueReplayer(CountsIterations):
         fix = "record again with --prism-record"
         absent = f"record it first: all ranks local, --prism-record {folder}"
         with foreign.reading(file, "a recording of ours", fix, absent=absent):
-            found, values = foreign.read_arrays(file, dict[str, object], _MEMBERS)
+            file_header, values = foreign.read_arrays(file, dict[str, object], _MEMBERS)
             for name in sorted(values, key=_order):
                 member, value = _MEMBERS.fullmatch(name), values[name]
                 steers = np.uint8 if member and member[1] == "route" else np.int64
@@ -124,8 +124,8 @@ class ValueReplayer(CountsIterations):
                     raise ValueError(f"{name[:80]!r} is {value.dtype}")
                 queue = self._values.setdefault(name.rpartition("#")[0], deque())
                 queue.append(value)
-        self._file, self._arguments = file, cast("str | None", found.get("arguments"))
-        check_header(file, found, {"format": FORMAT, "rank": rank, **header})
+        self._file, self._arguments = file, cast("str | None", file_header.get("arguments"))
+        check_header(file, file_header, {"format": FORMAT, "rank": rank, **header})
 
     def is_of(self, arguments: str) -> None:
         """The job's arguments are known now: UsageError if the recording is of others."""

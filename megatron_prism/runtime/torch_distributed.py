@@ -85,18 +85,18 @@ def _if_virtual(original: Callable[..., Any], answer: Callable[..., Any]) -> Cal
     return call
 
 
-def _new_group(default: PrismGroup, given: SimpleNamespace) -> Any:
+def _new_group(default: PrismGroup, arguments: SimpleNamespace) -> Any:
     world: Any = default.world
-    ranks = given.ranks
+    ranks = arguments.ranks
     if ranks is not None:
         if world.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         # torch < 2.13 has no sort_ranks
-        ranks = sorted(ranks) if getattr(given, "sort_ranks", True) else list(ranks)
+        ranks = sorted(ranks) if getattr(arguments, "sort_ranks", True) else list(ranks)
         if min(ranks) < 0 or max(ranks) >= world.size or len(set(ranks)) != len(ranks):
             raise ValueError(f"group ranks must be distinct and in [0, {world.size}): {ranks}")
-    group = world.build_group(ranks, None, given.group_desc, given.backend)
-    register(group, given.backend or ("nccl" if world.backend == "nccl" else "gloo"))
+    group = world.build_group(ranks, None, arguments.group_desc, arguments.backend)
+    register(group, arguments.backend or ("nccl" if world.backend == "nccl" else "gloo"))
     return group
 
 
@@ -155,39 +155,39 @@ def _count(group: PrismGroup, *ops: str) -> None:
         group._count(group.desc, group.size(), op, 0)
 
 
-def _all_gather_object(group: PrismGroup, given: SimpleNamespace) -> None:
+def _all_gather_object(group: PrismGroup, arguments: SimpleNamespace) -> None:
     # a copy per call, not per slot: callers may edit what they get, but equal slots are never
     # edited apart by Megatron (optimizer param-group keys, RNG states)
-    given.object_list[:] = _exchange(group, copy.deepcopy(given.obj))
+    arguments.object_list[:] = _exchange(group, copy.deepcopy(arguments.obj))
     _count(group, "all_gather", "all_gather")
 
 
-def _gather_object(group: PrismGroup, given: SimpleNamespace) -> None:
-    objects = _exchange(group, given.obj)
-    if given.object_gather_list is not None:
-        given.object_gather_list[:] = objects
+def _gather_object(group: PrismGroup, arguments: SimpleNamespace) -> None:
+    objects = _exchange(group, arguments.obj)
+    if arguments.object_gather_list is not None:
+        arguments.object_gather_list[:] = objects
     _count(group, "all_gather", "gather")
 
 
-def _root(group: PrismGroup, given: SimpleNamespace) -> int:
+def _root(group: PrismGroup, arguments: SimpleNamespace) -> int:
     """The source's place in the group: global rank 0 if nobody names one."""
-    src = 0 if given.src is None and given.group_src is None else given.src
-    return c10d._canonicalize_group_rank(group, src, given.group_src)
+    src = 0 if arguments.src is None and arguments.group_src is None else arguments.src
+    return c10d._canonicalize_group_rank(group, src, arguments.group_src)
 
 
-def _broadcast_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
-    root = _root(group, given)
-    given.object_list[:] = _exchange(group, list(given.object_list))[root]
+def _broadcast_object_list(group: PrismGroup, arguments: SimpleNamespace) -> None:
+    root = _root(group, arguments)
+    arguments.object_list[:] = _exchange(group, list(arguments.object_list))[root]
     _count(group, "broadcast", "broadcast")
 
 
-def _scatter_object_list(group: PrismGroup, given: SimpleNamespace) -> None:
-    root = _root(group, given)
-    everyone = _exchange(group, given.scatter_object_input_list)
+def _scatter_object_list(group: PrismGroup, arguments: SimpleNamespace) -> None:
+    root = _root(group, arguments)
+    everyone = _exchange(group, arguments.scatter_object_input_list)
     if everyone[root] is None:
         message = f"virtual rank {group.ranks[root]} has no objects to scatter on {group.desc}"
         raise UnsupportedError(message, fix="make the source a local rank with --prism-ranks")
-    given.scatter_object_output_list[0] = everyone[root][group.rank()]
+    arguments.scatter_object_output_list[0] = everyone[root][group.rank()]
     _count(group, "broadcast", "scatter", "scatter")
 
 

@@ -149,7 +149,7 @@ def _pointwise(name: str) -> bool:
     if packet is None:
         return False
     tags = [getattr(packet, overload).tags for overload in packet.overloads()]
-    return any(torch.Tag.pointwise in each for each in tags)
+    return any(torch.Tag.pointwise in operator_tags for operator_tags in tags)
 
 
 def computed(
@@ -189,12 +189,12 @@ def _moved(name: str, args: Args, out: torch.Tensor, uniform: Uniform) -> torch.
     if not all(isinstance(source, torch.Tensor) for source in sources) or not out.numel():
         return None
     values = [uniform(source) for source in sources]
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
+    known_values = [value for value in values if value is not None]
+    if not known_values or len(known_values) < len(values):
         return None
-    if any(bool(value != known[0]) for value in known):
+    if any(bool(value != known_values[0]) for value in known_values):
         return None
-    value = known[0]
+    value = known_values[0]
     # the same bytes as another type are other numbers
     if name == "view" and out.dtype != sources[0].dtype:
         return None

@@ -117,12 +117,12 @@ class Values:
     @contextlib.contextmanager
     def expecting(self, **kinds: torch.Tensor | None) -> Iterator[None]:
         """Declare what receives inside the block carry: ``expecting(activation=a, gradient=g)``."""
-        mine = {id(tensor): kind for kind, tensor in kinds.items() if tensor is not None}
-        self._expected.update(mine)
+        kind_by_id = {id(tensor): kind for kind, tensor in kinds.items() if tensor is not None}
+        self._expected.update(kind_by_id)
         try:
             yield
         finally:
-            for key in mine:
+            for key in kind_by_id:
                 self._expected.pop(key, None)
 
     def mirrors(self, tensor: torch.Tensor) -> bool:
@@ -158,7 +158,9 @@ class Values:
         target.normal_(generator=self.generator(target.device))
         kind = self._expected.get(id(tensor))
         if kind == ACTIVATION:
-            self._noise = {key: one for key, one in self._noise.items() if one() is not None}
+            self._noise = {
+                key: reference for key, reference in self._noise.items() if reference() is not None
+            }
             self._noise[id(tensor)] = weakref.ref(tensor)
             self._vectors.row(target)  # made now, not in the middle of a forward
         if kind == GRADIENT:
@@ -171,8 +173,8 @@ class Values:
 
     def is_noise(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an activation that ``receive`` has filled."""
-        found = self._noise.get(id(tensor))
-        return found is not None and found() is tensor
+        reference = self._noise.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def overwritten(self, tensor: torch.Tensor) -> None:
         """``tensor`` has been given other values since ``receive`` has filled it."""
@@ -195,8 +197,8 @@ class Values:
             return
         target.normal_(generator=self.generator(target.device))
         parts = zip(target, source, strict=True) if target.dim() > 1 else [(target, source)]
-        for part, given in parts:
-            part.mul_(rms(given))
+        for part, part_sent in parts:
+            part.mul_(rms(part_sent))
 
     def add_peers(self, tensor: torch.Tensor, num_virtual: int) -> None:
         """``noise`` policy: add the sum of ``num_virtual`` independent tensors like this one.
@@ -207,9 +209,9 @@ class Values:
         if not tensor.numel():
             return
         if not tensor.is_contiguous():
-            whole = tensor.detach().contiguous()
-            self.add_peers(whole, num_virtual)
-            tensor.detach().copy_(whole)
+            contiguous = tensor.detach().contiguous()
+            self.add_peers(contiguous, num_virtual)
+            tensor.detach().copy_(contiguous)
             return
         flat = tensor.detach().view(-1)
         scale = rms(flat) * num_virtual**0.5
@@ -257,8 +259,8 @@ class Exchange:
             self._values.receive(tensor)
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and left.dtype == right.dtype
 
 
 _NOTHING = -1e4  # far below logits, and half precision has it, too
@@ -385,6 +387,6 @@ class PartialLookup(PartialSums):
         torch.index_select(self.table, 0, tokens.remainder(rows), out=target)
         if held is not None:
             owners = tokens.div(rows, rounding_mode="floor").clamp_(0, len(held) - 1)
-            others = ~torch.tensor(held, device=out.device)[owners]
-            target.masked_fill_(others.unsqueeze(1), 0)
+            held_by_others = ~torch.tensor(held, device=out.device)[owners]
+            target.masked_fill_(held_by_others.unsqueeze(1), 0)
         return True

@@ -69,15 +69,17 @@ class TrafficCounter:
         key = group, group_size, op
         self._calls[key] += 1
         self._bytes[key] += num_bytes
-        least, most = self._ends.get(key, (num_bytes, num_bytes))
-        self._ends[key] = min(least, num_bytes), max(most, num_bytes)
+        smallest, largest = self._ends.get(key, (num_bytes, num_bytes))
+        self._ends[key] = min(smallest, num_bytes), max(largest, num_bytes)
 
     def collectives(self) -> Counter[str]:
         """Description -> NCCL's collectives that were counted so far."""
-        found: Counter[str] = Counter()
+        calls_of_group: Counter[str] = Counter()
         for (group, _, op), calls in list(self._calls.items()):
-            found[group] += calls if BY_NAME[op].kind == "group" and BY_NAME[op].nccl else 0
-        return found
+            calls_of_group[group] += (
+                calls if BY_NAME[op].kind == "group" and BY_NAME[op].nccl else 0
+            )
+        return calls_of_group
 
     def calls_to_others(self) -> int:
         """How many calls with another member were counted so far; another thread may ask."""
@@ -180,7 +182,7 @@ class VirtualWorld:
         # what a call looks at: who makes it (None: nobody), and who sees the answer
         self.caller: CallListener | None = callers[0] if callers else None
         self.observers: tuple[Observer, ...] = tuple(
-            one.observe for one in overriding(listeners, CallListener, "observe")
+            listener.observe for listener in overriding(listeners, CallListener, "observe")
         )
         self._after = dict(zip(map(id, callers), callers[1:], strict=False))
 
@@ -296,8 +298,8 @@ def values_of(group: Any) -> Values | None:
     """What virtual members of ``group`` hold; None if it has none, is somebody else's, or delivers
     what real members did.
     """
-    ours = isinstance(group, PrismGroup) and group.has_virtual
-    return group.world.values if ours and not group.world.values.replays(group) else None
+    has_virtual = isinstance(group, PrismGroup) and group.has_virtual
+    return group.world.values if has_virtual and not group.world.values.replays(group) else None
 
 
 def start(world: VirtualWorld) -> VirtualWorld:
