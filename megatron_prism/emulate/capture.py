@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run, Session
     from megatron_prism.emulate.workers import Emit
     from megatron_prism.runtime.recorder.measurements import Recording
+    from megatron_prism.runtime.recorder.owners import Models
 
 
 def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
@@ -406,7 +407,7 @@ class StockCapture(TrainingListener):
             return bool(self.kept())
         return bool(self._recordings)
 
-    def _probe_or_remove(self, may_probe: bool, model: Any, optimizer: Any) -> None:
+    def _probe_or_remove(self, may_probe: bool, model: Models, optimizer: object) -> None:
         """Record this step as a probe, where one is wanted, or take the recorder out."""
         if may_probe and self._starts_probe():
             self._recorder.owned_by(model, optimizer)

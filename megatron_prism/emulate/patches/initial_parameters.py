@@ -82,7 +82,7 @@ class _Fills(TorchFunctionMode):
         name: str,
         args: Args,
         kwargs: Options,
-        redrawn: Sequence[Any],
+        redrawn: Sequence[Fill],
         draws: bool,
     ) -> None:
         """Note what a function has done to its first argument."""

@@ -585,8 +585,8 @@ class LiveBytes(TorchDispatchMode):
         kind: type,
         func: OpOverload,
         types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        args: operators.Args,
+        kwargs: operators.Kwargs,
     ) -> object:
         """An operator of a tensor that is made of others."""
         if not kind.__module__.startswith("torch.nested"):
@@ -595,7 +595,7 @@ class LiveBytes(TorchDispatchMode):
             return cast(Any, kind).__torch_dispatch__(func, types, args, kwargs)
 
     def _prepare(
-        self, func: OpOverload, before: Before, args: tuple[Any, ...]
+        self, func: OpOverload, before: Before, args: operators.Args
     ) -> torch.Tensor | None:
         """What happens before an operator: cuBLAS has its workspace, a tensor that is changed is
         noted, and one that is not in rows is copied.
@@ -617,7 +617,7 @@ class LiveBytes(TorchDispatchMode):
         return rows
 
     def _take_temporaries(
-        self, takes: Temporaries, args: tuple[Any, ...], out: torch.Tensor
+        self, takes: Temporaries, args: operators.Args, out: torch.Tensor
     ) -> None:
         if self._silent is None:
             self.record_temporaries(takes(args, out))

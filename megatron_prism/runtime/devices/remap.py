@@ -342,7 +342,7 @@ def _device_in(args: Sequence[Any]) -> Any:
     return None
 
 
-def _blocks(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _blocks(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether ``Tensor.to`` waits for the copy: ``non_blocking`` is its first flag, then copy."""
     flags = [argument for argument in args[2:] if isinstance(argument, bool)]
     return not kwargs.get("non_blocking", flags[:1] == [True])
