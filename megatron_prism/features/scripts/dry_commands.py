@@ -24,7 +24,6 @@ from megatron_prism.emulate.launch_line import (
     BATCH,
     BY_NAME,
     SUBMIT,
-    LaunchLine,
     read_line,
     split_options,
 )
@@ -145,7 +144,8 @@ def _answer_launcher(words: list[str]) -> int:
 
     is_python_program = bool(command) and (command[0] == "-m" or command[0].endswith(".py"))
     if is_python_program:
-        _answer_python_program(line, outer_launchers, words)
+        os.environ.update(line.variables)
+        _answer_python_program(command, line.launchers, outer_launchers, words)
     elif words[0] in PYTHONS:
         # Python with its own text, which often asks for the number of GPUs
         if "-c" in words and "device_count()" in words[-1]:
@@ -163,16 +163,18 @@ def _answer_launcher(words: list[str]) -> int:
 
 
 def _answer_python_program(
-    line: LaunchLine, outer_launchers: Sequence[str], words: Sequence[str]
+    command: Sequence[str],
+    launchers: Sequence[str],
+    outer_launchers: Sequence[str],
+    words: Sequence[str],
 ) -> None:
     """Report a program of Python that is the job, or run it where it starts the launcher."""
-    os.environ.update(line.variables)
-    counting = [name for name in line.launchers if name in BY_NAME and BY_NAME[name].counts]
-    if trains(line.words, bool(outer_launchers or counting)):
+    counting = [name for name in launchers if name in BY_NAME and BY_NAME[name].counts]
+    if trains(command, bool(outer_launchers or counting)):
         _report_job([*outer_launchers, *words])
     # the script of Python that starts the launcher is run, with our Python for its children
-    if _is_confined() and line.words[0] == os.environ["PRISM_DRY_SCRIPT"]:
-        _run_python_script(line.words)
+    if _is_confined() and command[0] == os.environ["PRISM_DRY_SCRIPT"]:
+        _run_python_script(command)
 
 
 def _is_confined() -> bool:
