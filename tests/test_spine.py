@@ -19,7 +19,7 @@ PARTS = {
     "megatron_prism.replay.overlap.replay_with_overlap": {"replay/priced_graph.py"},
     "megatron_prism.replay.timeline.evaluate": {
         "replay/timeline.py", "replay/overlap.py", "features/predict/sampler.py",
-        "features/traces/programs.py",
+        "features/traces/programs.py", "features/uneven/step_times.py",
     },
     "megatron_prism.features.predict.sampler.Sampler": {"features/predict/predict.py"},
     "megatron_prism.features.hang.analyze.diagnose_dumps": {

@@ -201,6 +201,10 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
         place = command.programs
         # what is wrong there is said first
         read = _parse(name, [*rest[:place], "SLICES", *rest[place:]])
+        # a what-if has a value, so a word without one is a misspelled launcher
+        for word in getattr(read, "settings", ()):
+            if "=" not in word:
+                raise _unknown_word(name, word, [], f"see prism {name} --help")
         estimator = None
         if hasattr(read, "machine"):
             estimator = estimator_of(read.machine)
@@ -256,11 +260,23 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
         fix = f"see prism {name} --help"
         if takes_settings and word.startswith("--"):
             fix = f"of the job itself: {word[2:].replace('-', '_')}={following}"
-        from megatron_prism.emulate.launch_line import BY_NAME
-
-        fix = did_you_mean(word, [*options, *BY_NAME], fix, cutoff=0.7)
-        raise UsageError(f"prism {name} has no option {word}", fix=fix)
+        raise _unknown_word(name, word, options, fix)
     return args
+
+
+def _unknown_word(name: str, word: str, options: list[str], fix: str) -> UsageError:
+    """Make the error of a word that is no option, no what-if and no launcher.
+
+    Args:
+        name: of the command.
+        word: what was typed.
+        options: of the command.
+        fix: where no option and no launcher is close to the word.
+    """
+    from megatron_prism.emulate.launch_line import BY_NAME
+
+    fix = did_you_mean(word, [*options, *BY_NAME], fix, cutoff=0.7)
+    return UsageError(f"prism {name} has no option {word}", fix=fix)
 
 
 def _joined_flags(reader: argparse.ArgumentParser, words: list[str]) -> list[str]:

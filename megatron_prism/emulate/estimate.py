@@ -32,7 +32,7 @@ _FILE = ".estimate"
 
 
 @dataclass(frozen=True)
-class Estimate:
+class JobEstimate:
     """What a job needs, from the job with few layers.
 
     Attributes:
@@ -91,7 +91,7 @@ class Estimator:
         self._layers: list[int] = []
         self._whole_layers = 0
         self._reason = ""
-        self.result: Estimate | None = None
+        self.result: JobEstimate | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -150,7 +150,7 @@ class Estimator:
 
 def estimated(
     fewer: Programs, more: Programs, layers: tuple[int, int, int], machine: str | None = None
-) -> Estimate:
+) -> JobEstimate:
     """Estimate what a job needs.
 
     Args:
@@ -172,7 +172,7 @@ def estimated(
     priced = [price(programs, machine=machine) for programs in (fewer, more)]
     reports = [peak_memory(programs) for programs in (fewer, more)]
     name, device_bytes, allocated_bytes = _most_needed((fewer, more), reports, growth)
-    return Estimate(
+    return JobEstimate(
         layers=layers,
         class_name=name,
         device_bytes=device_bytes,
@@ -217,16 +217,16 @@ def _most_needed(
     return name, device_bytes, allocated
 
 
-def keep(folder: Path, estimate: Estimate) -> None:
+def keep(folder: Path, estimate: JobEstimate) -> None:
     """Keep the estimate of a job beside its slices, to say how far off it was."""
     text = json.dumps(asdict(estimate))
     (folder / _FILE).write_text(text, encoding="utf-8")
 
 
-def kept(folder: Path) -> Estimate | None:
+def kept(folder: Path) -> JobEstimate | None:
     """Read what ``keep`` has written; None where there is nothing."""
     try:
         fields = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        return Estimate(**{**fields, "layers": tuple(fields["layers"])})
+        return JobEstimate(**{**fields, "layers": tuple(fields["layers"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class ChunkLayers:
     reason: str = ""
 
 
-def chunk_layers(args: Any) -> ChunkLayers:
+def chunk_layers(args: Namespace) -> ChunkLayers:
     """Look at the layers of a job's chunks.
 
     Args:
@@ -100,7 +101,7 @@ def configurations() -> list[Any]:
     return [thing for thing in gc.get_objects() if isinstance(thing, module.TransformerConfig)]
 
 
-def shorten(args: Any, layers: int, configs: Iterable[Any] = ()) -> None:
+def shorten(args: Namespace, layers: int, configs: Iterable[Any] = ()) -> None:
     """Give each chunk of a job so many layers.
 
     Args:

@@ -12,12 +12,12 @@ from rich.console import Console
 from megatron_prism.cli import job_slices
 from megatron_prism.cli.main import main
 from megatron_prism.emulate import estimate
-from megatron_prism.emulate.estimate import Estimate, Estimator, estimated
+from megatron_prism.emulate.estimate import Estimator, JobEstimate, estimated
 from megatron_prism.emulate.workers import RankTask
 from megatron_prism.memory.job_peaks import needed, peak_memory
 from megatron_prism.replay.priced_graph import price
 
-FIGURES = Estimate((1, 2, 8), "pp=0", 11 << 30, 9 << 30, 110_000_000, "on H100, some host")
+FIGURES = JobEstimate((1, 2, 8), "pp=0", 11 << 30, 9 << 30, 110_000_000, "on H100, some host")
 
 
 @pytest.mark.parametrize("settings", [(), ("pp=2",)])

@@ -148,7 +148,7 @@ def test_what_is_wrong_before_a_line_is_said_before_the_capture(words, says, fix
                                                                 monkeypatch):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").touch()
-    monkeypatch.setattr(cli, "capture_line", lambda job, ours, line: pytest.fail("it was captured"))
+    monkeypatch.setattr(cli, "capture_line", lambda *words: pytest.fail("it was captured"))
     with pytest.raises(UsageError, match=says) as error:
         cli.read_words("fit", words.split())
     assert fix in error.value.fix
@@ -185,7 +185,7 @@ def test_a_world_that_nobody_says_is_asked_for(tmp_path, monkeypatch, capsys):
 def test_a_line_stands_in_place_of_programs(words, expected, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").touch()
-    monkeypatch.setattr(cli, "capture_line", lambda job, ours, line, obstacles: "CAPTURED")
+    monkeypatch.setattr(cli, "capture_line", lambda *words: "CAPTURED")
     name, *rest = words
     args = cli.read_words(name, [*rest, *"torchrun --nproc-per-node 2 a.py --lr 1".split()])
     words = (getattr(args, "programs", None), *getattr(args, "settings", ()))

@@ -27,7 +27,6 @@ from megatron_prism.cli.command import (
     HelpGroup,
     file_option,
     option,
-    switch,
 )
 from megatron_prism.cli.file_answers import answer_about_files
 from megatron_prism.cli.job_slices import estimate_note, kept_line
@@ -99,7 +98,7 @@ def fit(args: argparse.Namespace) -> Answer:
         free=args.free or 0,
         **settings,
     )
-    if getattr(args, "try"):
+    if args.try_changes:
         found = _with_trials(args, found, partial(fit_programs, with_changes=False, **settings))
     name = args.of_class or found.worst
     if name not in found.memory.classes:
@@ -244,7 +243,15 @@ COMMANDS = {
             LIMIT,
             HEADROOM,
             option("free", arguments.size, "6GiB", "memory to free, in place of a limit"),
-            switch("--try", "capture the job with further changes, too"),
+            (
+                ("--try",),
+                # "try" is no name in Python, where agents call the command
+                {
+                    "action": "store_true",
+                    "dest": "try_changes",
+                    "help": "capture the job with further changes, too",
+                },
+            ),
             MACHINE,
             CALIBRATION,
             ALLOC,
