@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from megatron_prism.features.fit.fit import Fit
     from megatron_prism.replay.priced_graph import PricedGraph
 
+# "try" is no name in Python, where agents call the command
+_TRY_HELP = "capture the job with further changes, too"
+_TRY = (("--try",), {"action": "store_true", "dest": "try_changes", "help": _TRY_HELP})
+
 
 def fit(args: argparse.Namespace) -> Answer:
     """Does the job fit into its GPUs, what is the peak made of, and which flag makes it fit?
@@ -243,15 +247,7 @@ COMMANDS = {
             LIMIT,
             HEADROOM,
             option("free", arguments.size, "6GiB", "memory to free, in place of a limit"),
-            (
-                ("--try",),
-                # "try" is no name in Python, where agents call the command
-                {
-                    "action": "store_true",
-                    "dest": "try_changes",
-                    "help": "capture the job with further changes, too",
-                },
-            ),
+            _TRY,
             MACHINE,
             CALIBRATION,
             ALLOC,

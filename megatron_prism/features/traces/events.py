@@ -30,6 +30,7 @@ import numpy as np
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.features.hang import dumps
+from megatron_prism.features.hang.calls import Entry
 
 _MOST = 1 << 33  # bytes of a trace, unpacked
 _MOST_TS = 4e15  # us, either side of 0: what 64 bits of ns hold
@@ -427,7 +428,7 @@ def read_dumps(folder: Path) -> list[Recorded]:
 
 
 def _of_dump(
-    path: Path, dump: dumps.Dump, entries: list[dumps.Entry], times: Mapping[int, _Timed]
+    path: Path, dump: dumps.Dump, entries: list[Entry], times: Mapping[int, _Timed]
 ) -> tuple[Recorded, dict[int, int]]:
     """One rank, and when it asked for each call; a call's kernel is what its duration says."""
     sink, now, over, asked = _Sink(path), 0, dict[str, int](), dict[int, int]()
@@ -457,7 +458,7 @@ def _of_dump(
     return found, asked
 
 
-def _shared_mark(ranks: list[list[dumps.Entry]]) -> tuple[str, int]:
+def _shared_mark(ranks: list[list[Entry]]) -> tuple[str, int]:
     """(description of groups, how many of their collectives an iteration has), the fewest that are
     the same on all ranks.
     """
@@ -476,7 +477,7 @@ def _shared_mark(ranks: list[list[dumps.Entry]]) -> tuple[str, int]:
     return min(shared, key=lambda one: (one[1], one[0]))
 
 
-def _period(entries: list[dumps.Entry]) -> int:
+def _period(entries: list[Entry]) -> int:
     """Calls of an iteration: the last calls repeat themselves after so many."""
     keys = [(e.group, e.op, e.numbers, e.to) for e in reversed(entries)]
     borders, best = [0] * len(keys), 0  # Knuth, Morris & Pratt, 1977
