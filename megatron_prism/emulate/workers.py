@@ -139,7 +139,7 @@ def run(
         The results, in the order of the tasks.
 
     Raises:
-        PrismError, NotTrainedError: a task failed; all others are stopped.
+        PrismError, NotTrainedError: a task of a whole job failed; all others are stopped.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -270,6 +270,10 @@ def _finish(worker: _Worker, bars: Progress) -> Json:
     if worker.result is not None and status == 0:
         bars.update(worker.bar, completed=1, total=1, what="done")
         return worker.result
+    # the whole job may run where a part of its layers does not
+    if task.periods:
+        reason = failure.get("message") or f"its process ended with status {status}"
+        return {"no_estimate": f"the job with few layers failed: {reason}"}
     where = ""
     if task.log is not None:
         task.log.write_bytes(log)

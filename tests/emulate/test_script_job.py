@@ -85,6 +85,20 @@ def test_workers_answer_in_order_and_errors_keep_their_fix(tmp_path):
     assert log.read_text() == "why\n"
 
 
+def test_a_capture_goes_on_where_few_layers_do_not_run(tmp_path):
+    log = tmp_path / "log"
+    tasks = [
+        task("raise SystemExit(7)", log=log, periods=1),
+        task(f"{EMIT}emit('result', result={{'n': 1}})"),
+    ]
+    estimate, whole = workers.run(tasks, Console(file=io.StringIO()))
+    assert whole == {"n": 1}
+    assert estimate == {
+        "no_estimate": "the job with few layers failed: its process ended with status 7"
+    }
+    assert not log.exists()
+
+
 def test_slices_of_a_recipe_that_are_there_need_no_worker(tmp_path, monkeypatch):
     console, recipe = Console(file=io.StringIO()), load("tiny-gpt_1cpu", ["prism.tier=meta"])
     store = SliceStore(tmp_path, recipe.world, recipe_job.job_of(recipe).source)
