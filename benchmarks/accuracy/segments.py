@@ -52,7 +52,7 @@ def by_roofline(program: Program, hardware: Machine) -> dict[str, float]:
         parts = parts_of(note, *work, hardware, table_of(hardware))
         phase = PHASE_NAMES[row["phase"]]
         total = found[phase if phase in (*_STEPS, "optimizer") else "rest"]
-        total[0] += round(parts.products + parts.others)
+        total[0] += round(parts.products + parts.data_movers)
         total[1] += parts.roof
     return {phase: roof / max(1, table + roof) for phase, (table, roof) in found.items()}
 
