@@ -80,13 +80,16 @@ class Allocation:
 
 def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
     """That of a script's directives; ``words`` are the options of sbatch or qsub, which win."""
-    counts, sources = dict[str, int](), list[str]()
+    counts: dict[str, int] = {}
+    sources: list[str] = []
     for kind, line in [*_DIRECTIVE.findall(text), ("", shlex.join(words))]:
         counts_of_line, sources_of_line = _read_directive(kind, line)
         counts |= counts_of_line
         prefix = f"#{kind} " if kind else ""
         sources += [prefix + source for source in sources_of_line]
-    nodes, ranks, per_host = counts.get("nodes"), counts.get("ranks"), counts.get("per_host")
+    nodes = counts.get("nodes")
+    ranks = counts.get("ranks")
+    per_host = counts.get("per_host")
     gpus = counts.get("gpus") or counts.get("all_gpus", 0) // (nodes or 1) or None
     if ranks is None and nodes:
         ranks = nodes * (per_host or 1)  # of SLURM: a task on each node
@@ -105,24 +108,22 @@ def _read_directive(kind: str, line: str) -> tuple[dict[str, int], list[str]]:
         return _pbs_counts(resources), [resources[0]]
     try:
         options, _ = split_options(BATCH, shlex.split(line))
-    except ValueError:  # an open quote
+        counts, sources, _ = numbers(BATCH, options, {})
+    except ValueError:  # an open quote, or a number of more digits than Python converts
         return {}, []
-    counts, sources, _ = numbers(BATCH, options, {})
     return counts, [source.replace(" ", "=") for source in sources.values()]
 
 
 def _pbs_counts(resources: re.Match[str]) -> dict[str, int]:
     """What ``select=4:ngpus=8:mpiprocs=8`` asks for."""
-    fields = {key: int(value) for key, value in re.findall(r":(\w+)=(\d+)", resources[2])}
-    counts = {"nodes": int(resources[1])}
+    written_fields = re.findall(r":(\w+)=(\d+)", resources[2])
+    fields = {key: int(value) for key, value in written_fields}
+    nodes = int(resources[1])
     # processes on a host; where nobody says them, one for each GPU
     per_host = fields.get("mpiprocs") or fields.get("ppn") or fields.get("ngpus")
-    if per_host:
-        counts["per_host"] = per_host
     gpus = fields.get("ngpus", fields.get("gpus"))
-    if gpus:
-        counts["gpus"] = gpus
-    return {quantity: count for quantity, count in counts.items() if count}
+    asked_counts = {"nodes": nodes, "per_host": per_host, "gpus": gpus}
+    return {quantity: count for quantity, count in asked_counts.items() if count}
 
 
 def exported(words: Sequence[str]) -> dict[str, str]:

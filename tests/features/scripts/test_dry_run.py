@@ -354,6 +354,7 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
         ('#BSUB -nnodes 4\n#BSUB -gpu "num=6"', "", (4, 4, None, 6)),
         ("#PJM -L node=2,elapse=1:00:00\n#PJM --mpi proc=8", "", (2, 8, None, None)),
         ("#$ -l rt_AF=2\n#$ -l h_rt=1:00:00", "", (2, 2, None, None)),
+        (f"#SBATCH --nodes={5000 * '9'}", "", (None, None, None, None)),
         ("# nothing", "", (None, None, None, None)),
     ],
 )
