@@ -103,6 +103,12 @@ def uneven(args: argparse.Namespace) -> Answer:
         batches = _batches(words, drawn_file, inputs, lengths)
     if batches is not None:
         return _answer_of_run(args, sources, batches)
+    # calls match or not, whatever the GPU
+    for name in (MACHINE, CALIBRATION, LIMIT):
+        flag = name[0][0]
+        if getattr(args, flag.removeprefix("--")) is not None:
+            fix = "lengths=FILE iterations=200"
+            raise UsageError(f"{flag} is of a run of drawn batches", fix=fix)
     decisive = examine_iterations(sources, inputs)
     return _answer(decisive)
 
@@ -128,12 +134,12 @@ def _answer(decisive: IterationOutcome) -> Answer:
 def _answer_of_run(args: argparse.Namespace, sources: Sources, batches: Batches) -> Answer:
     """Write what comes of the samples of a run."""
     from megatron_prism.core import job_settings
-    from megatron_prism.core.units import parse_limit
     from megatron_prism.features.uneven import drawn
+    from megatron_prism.replay.costs.machine import device_limit
 
     limit = 0
     if args.limit is not None:
-        limit = parse_limit(args.limit)
+        limit, _ = device_limit(args.limit)
     run = drawn.examine_run(sources, batches, args.machine, args.calibration, limit)
     stopping = _answer(run.calls)
     # what stops the job comes before how long its steps take

@@ -12,6 +12,7 @@ from megatron_prism.core.world import World
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.run_memory import run_memory
 from megatron_prism.features.uneven.samples import Batches
+from megatron_prism.replay.costs.machine import device_limit
 
 WORLD = World(2)
 MICROBATCHES = 3
@@ -108,3 +109,14 @@ def test_the_command_says_at_which_sample_memory_runs_out(tmp_path, monkeypatch,
     memory = json.loads(capsys.readouterr().out)["drawn"]["memory"]
     assert memory["usual_bytes"] >= usual
     assert memory["shortest_failing"] == 60
+
+
+def test_a_limit_in_gb_is_what_a_card_sold_as_such_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for length in (16, 40, 64):
+        (tmp_path / f"s{length}").write_text(dump(job(length)))
+    (tmp_path / "law.jsonl").write_text('{"length": 20}')
+    words = ["uneven", "s64", "lengths=law.jsonl", "capture=s16", "capture=s40", "iterations=3"]
+    assert cli.main([*words, "--limit", "80GB", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["drawn"]["memory"]
+    assert memory["limit_bytes"] == device_limit("80GB")[0] > 79 << 30
