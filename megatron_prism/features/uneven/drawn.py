@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import Programs
 from megatron_prism.core.units import counted, format_bytes, format_ns, format_percent
 from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.iterations import IterationOutcome, examine_batches
@@ -64,7 +63,7 @@ def batches_of_file(
     """
     programs = captures.captured
     settings = job_settings.plain(job_settings.line_of(programs.source))
-    samples_per_microbatch = _samples_per_microbatch(programs, captures.microbatches)
+    samples_per_microbatch = int(settings.get("micro_batch_size", "1"))
     dp = programs.world.dp
     if os.fspath(path).endswith(".idx"):
         seed_of_job = settings.get("seed", DataJob.seed)
@@ -88,14 +87,6 @@ def batches_of_lists(inputs: Sequence[UnevenInput], captures: LengthCaptures) ->
     usual = sequence_length(captures.captured)
     world = captures.captured.world
     return listed(inputs, world, captures.microbatches, usual, "as listed")
-
-
-def _samples_per_microbatch(programs: Programs, microbatches: int) -> int:
-    """Return the micro batch size of a capture; 1 if it does not say it."""
-    tokens = int(programs.source.get("tokens_per_iteration", 0))
-    samples = tokens // sequence_length(programs)
-    microbatches_of_all = programs.world.dp * microbatches
-    return max(1, samples // microbatches_of_all)
 
 
 def examine_run(

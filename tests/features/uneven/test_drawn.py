@@ -15,6 +15,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import dump
 from megatron_prism.core.world import World
+from megatron_prism.features.uneven.drawn import batches_of_file
 from megatron_prism.features.uneven.length_curves import make_curves, polynomial_weights
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.rank_programs import Sources, apply_inputs
@@ -221,6 +222,23 @@ def test_packed_documents_say_whether_the_job_masks_them(folder, capsys):
     status, _, err = prism("lengths=packed.jsonl", "capture=s16", capsys=capsys)
     assert status == 2
     assert "two captures do not say what attention takes" in err
+
+
+def with_settings(length, **settings):
+    programs = job(length)
+    line = job_settings.as_text({"seq_length": str(length), **VARIES, **settings})
+    return dataclasses.replace(programs, source={"settings": line})
+
+
+def test_a_microbatch_has_as_many_samples_as_the_job_says(folder):
+    rows = [{"length": 16}, {"length": 64}]
+    (folder / "law.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    many = LengthCaptures(with_settings(64, micro_batch_size="64"), [])
+    # of 64 samples one is long
+    batches = batches_of_file("law.jsonl", many, 5, 0)
+    assert set(batches.tokens.flat) == {64}
+    single = LengthCaptures(with_settings(64), [])
+    assert set(batches_of_file("law.jsonl", single, 5, 0).tokens.flat) == {16, 64}
 
 
 def test_drawn_lengths_that_stop_the_job_are_named(folder, capsys):
