@@ -133,7 +133,6 @@ def _answer(decisive: IterationOutcome) -> Answer:
 
 def _answer_of_run(args: argparse.Namespace, sources: Sources, batches: Batches) -> Answer:
     """Write what comes of the samples of a run."""
-    from megatron_prism.core import job_settings
     from megatron_prism.features.uneven import drawn
     from megatron_prism.replay.costs.machine import device_limit
 
@@ -145,10 +144,9 @@ def _answer_of_run(args: argparse.Namespace, sources: Sources, batches: Batches)
     # what stops the job comes before how long its steps take
     if run.calls.outcome.stops:
         return stopping
-    job = job_settings.plain(job_settings.line_of(sources.captured.source))
     return Answer(
         lambda: {**stopping.value(), "drawn": drawn.to_json(run)},
-        lambda: print(drawn.to_text(run, job)),
+        lambda: print(drawn.to_text(run)),
         lambda: _rows_of_run(run),
     )
 

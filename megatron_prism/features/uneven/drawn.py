@@ -26,7 +26,8 @@ from megatron_prism.features.uneven.samples import Batches, draw, listed, read_l
 from megatron_prism.features.uneven.step_times import StepTimes, step_times
 
 DEFAULT_ITERATIONS = 200
-_MASKS = "dataloader_inter_document_masking"  # of the job's settings
+# settings of a job whose data loader masks documents from each other
+_MASKS = ("dataloader_inter_document_masking", "sft")
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,15 @@ class DrawnRun:
         calls: Whether calls match.
         times: Step times; None: the job stops, or one capture alone says nothing of other lengths.
         memory: Peaks; None: as for times, or captures recorded no memory that can be compared.
+        attends_across: Whether samples are packed documents that the job does not mask from each
+            other; times and memory are then those of samples of one document.
     """
 
     batches: Batches
     calls: IterationOutcome
     times: StepTimes | None
     memory: RunMemory | None = None
+    attends_across: bool = False
 
 
 def batches_of_file(
@@ -112,8 +116,9 @@ def examine_run(
     captures = sources.lengths
     assert captures is not None  # the command makes them
     calls = examine_batches(sources, batches)
+    attends_across = batches.is_packed and not _masks_documents(captures)
     if calls.outcome.stops:
-        return DrawnRun(batches, calls, None)
+        return DrawnRun(batches, calls, None, attends_across=attends_across)
     captured = sorted(captures.by_length)
     if batches.is_packed and 1 < len(captured) < 3:
         raise UsageError(
@@ -121,15 +126,25 @@ def examine_run(
             fix="a third length: capture=DIR",
         )
     if len(captured) < 2:
-        return DrawnRun(batches, calls, None)
+        return DrawnRun(batches, calls, None, attends_across=attends_across)
+    # the kernels of this job take whole samples, whatever documents are in these
+    attended = batches
+    if attends_across:
+        attended = batches.of_one_document()
     curves = make_curves(captures, machine, calibration)
-    times = step_times(curves, batches)
-    memory = run_memory(captures, batches, limit)
-    return DrawnRun(batches, calls, times, memory)
+    times = step_times(curves, attended)
+    memory = run_memory(captures, attended, limit)
+    return DrawnRun(batches, calls, times, memory, attends_across)
+
+
+def _masks_documents(captures: LengthCaptures) -> bool:
+    """Whether the job's data loader masks packed documents from each other."""
+    settings = job_settings.plain(job_settings.line_of(captures.captured.source))
+    return any(settings.get(name, "").lower() == "true" for name in _MASKS)
 
 
 # -- forms -----------------------------------------------------------------------------------------
-def to_text(run: DrawnRun, settings_of_job: dict[str, str]) -> str:
+def to_text(run: DrawnRun) -> str:
     """Write it for a terminal, behind what is said of calls."""
     batches = run.batches
     iterations, dp, microbatches = batches.tokens.shape
@@ -140,15 +155,15 @@ def to_text(run: DrawnRun, settings_of_job: dict[str, str]) -> str:
     if batches.is_packed:
         squares_of_one = batches.tokens.astype(float) ** 2
         attended = float(batches.squares.mean() / squares_of_one.mean())
-        lines.append(
-            f"              packed documents: they attend to {format_percent(attended)} of what "
-            "samples of one document would"
-        )
-        if settings_of_job.get(_MASKS, "").lower() != "true":
-            lines.append(
-                "              the job attends across documents unless its data loader masks them "
-                "(--dataloader-inter-document-masking, --sft): then its steps are equal"
-            )
+        share = f"they attend to {format_percent(attended)} of what samples of one document would"
+        if run.attends_across:
+            lines += [
+                "              packed documents: the job attends across them, so figures are those "
+                "of samples of one document",
+                f"              masked (--dataloader-inter-document-masking, --sft) {share}",
+            ]
+        else:
+            lines.append(f"              packed documents: {share}")
     else:
         shortest = int(batches.tokens.min())
         longest = int(batches.tokens.max())
@@ -256,6 +271,7 @@ def to_json(run: DrawnRun) -> dict[str, object]:
         "microbatches": microbatches,
         "source": batches.source,
         "packed": batches.is_packed,
+        "attends_across": run.attends_across,
         "shortest": int(batches.tokens.min()),
         "longest": int(batches.tokens.max()),
         "examined": run.calls.distinct,

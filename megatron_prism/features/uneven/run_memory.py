@@ -192,11 +192,7 @@ def _longest_first(batches: Batches) -> np.ndarray:
 
 def _usual_peak(requests: _Requests, lengths: Sequence[int], batches: Batches) -> int:
     """Say what a class needs if all samples have the mean length, bytes."""
-    shape = batches.tokens.shape[2]
-    tokens = np.full(shape, batches.tokens.mean())
-    squares = tokens**2
-    if batches.is_packed:
-        squares[:] = batches.squares.mean()
+    tokens, squares = batches.mean_samples(batches.tokens.shape[2:])
     weights = polynomial_weights(lengths, tokens, squares)
     changes = requests.bytes_at(weights, weights[:, 0])
     return int(changes.cumsum().max())

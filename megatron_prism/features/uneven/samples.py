@@ -6,6 +6,7 @@ of all microbatches of a number of iterations.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,26 @@ class Batches:
     def __len__(self) -> int:
         """Count the iterations."""
         return len(self.tokens)
+
+    def of_one_document(self) -> Batches:
+        """Return the same samples, each as one document."""
+        squares = self.tokens.astype(np.float64) ** 2
+        return dataclasses.replace(self, squares=squares, is_packed=False)
+
+    def mean_samples(self, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Make samples that are all the mean of these.
+
+        Args:
+            shape: Of the arrays.
+
+        Returns:
+            Tokens of a sample and squares of its documents, both float64.
+        """
+        tokens = np.full(shape, self.tokens.mean())
+        squares = tokens**2
+        if self.is_packed:
+            squares[:] = self.squares.mean()
+        return tokens, squares
 
     def inputs_of(self, iteration: int, world: World) -> tuple[UnevenInput, ...]:
         """Give the lengths of one iteration as inputs, one of each dp rank."""

@@ -119,10 +119,7 @@ def step_times(curves: LengthCurves, batches: Batches) -> StepTimes:
         balanced_ns[iteration] = balanced_step.ns
 
     # all samples alike
-    mean_tokens = np.full(batches.tokens.shape[1:], batches.tokens.mean())
-    mean_squares = mean_tokens**2
-    if batches.is_packed:
-        mean_squares[:] = batches.squares.mean()
+    mean_tokens, mean_squares = batches.mean_samples(batches.tokens.shape[1:])
     equal_step = _evaluate(curves, mean_tokens, mean_squares)
     return StepTimes(
         step_ns=step_ns,

@@ -15,7 +15,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import dump
 from megatron_prism.core.world import World
-from megatron_prism.features.uneven.drawn import batches_of_file
+from megatron_prism.features.uneven.drawn import batches_of_file, examine_run, to_json, to_text
 from megatron_prism.features.uneven.length_curves import make_curves, polynomial_weights
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.rank_programs import Sources, apply_inputs
@@ -222,6 +222,30 @@ def test_packed_documents_say_whether_the_job_masks_them(folder, capsys):
     status, _, err = prism("lengths=packed.jsonl", "capture=s16", capsys=capsys)
     assert status == 2
     assert "two captures do not say what attention takes" in err
+
+
+@pytest.mark.parametrize("flag", ["dataloader_inter_document_masking", "sft"])
+def test_unmasked_documents_take_as_long_as_samples_of_one(flag):
+    tokens = np.full((4, 4, MICROBATCHES), 64)
+    squares = np.where(np.arange(4) % 2, 64.0**2, 32.0**2)[:, None, None] * np.ones(tokens.shape)
+    packed = Batches(tokens, squares, True, "")
+    others = [with_settings(16), with_settings(40)]
+    across = LengthCaptures(with_settings(64), others)
+    run = examine_run(Sources(across.captured, None, None, across), packed)
+    whole = step_times(make_curves(across), Batches(tokens, tokens.astype(float) ** 2, False, ""))
+    assert run.attends_across
+    assert run.times.step_ns.tolist() == whole.step_ns.tolist()
+    assert run.times.equal_ns == whole.equal_ns
+    assert to_json(run)["attends_across"]
+    assert "attends across" in to_text(run)
+
+    others = [with_settings(length, **{flag: ""}) for length in (16, 40)]
+    masked = LengthCaptures(with_settings(64, **{flag: ""}), others)
+    run = examine_run(Sources(masked.captured, None, None, masked), packed)
+    assert not run.attends_across
+    assert len(set(run.times.step_ns.tolist())) == 2
+    assert not to_json(run)["attends_across"]
+    assert "attends across" not in to_text(run)
 
 
 def with_settings(length, **settings):
