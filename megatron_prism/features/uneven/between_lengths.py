@@ -6,6 +6,7 @@ on the straight line through the two captures next to it, without times.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -43,25 +44,21 @@ def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -
             f"so it is not known for {length} tokens",
             fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
         )
-    # nobody timed this length
-    return Op(
-        op.name,
-        op.group,
-        op.dtype,
-        num_in,
-        num_out,
-        op.reduce,
-        op.peer,
-        op.root,
-        stream=op.stream,
-        handle=op.handle,
-        batch=op.batch,
-        phase=op.phase,
-        microbatch=op.microbatch,
-        chunk=op.chunk,
+    return dataclasses.replace(
+        op,
+        num_in=num_in,
+        num_out=num_out,
         shape=shape,
-        site=op.site,
-        note=op.note,
+        # splits of another length do not add up to these sizes
+        splits=None,
+        # nobody measured this length
+        ns=-1,
+        flops=-1,
+        traffic=-1,
+        host=-1,
+        lead=-1,
+        products=-1,
+        kernels=-1,
     )
 
 

@@ -122,14 +122,12 @@ class LengthCaptures:
             )
         mixed: list[Program] = []
         for number, base in enumerate(self.captured.programs):
-            programs: dict[int, Program] = {}
-            for length, capture in self.by_length.items():
-                is_needed = length in wanted
-                # a length between captures needs all of them
-                if between:
-                    is_needed = True
-                if is_needed:
-                    programs[length] = capture.programs[number]
+            # a length between captures needs all of them
+            programs = {
+                length: capture.programs[number]
+                for length, capture in self.by_length.items()
+                if between or length in wanted
+            }
             mixed_program = self._mixed(base, programs, wanted)
             mixed.append(mixed_program)
         return dataclasses.replace(self.captured, programs=tuple(mixed))
@@ -147,7 +145,15 @@ class LengthCaptures:
         Raises:
             UnsupportedError: A rank exchanges more messages than it has microbatches.
         """
-        message_of_op = _numbers_of_messages(base)
+        return self._microbatches(base, _numbers_of_messages(base))
+
+    def _microbatches(self, base: Program, message_of_op: np.ndarray) -> np.ndarray:
+        """Say which microbatch each op belongs to, as ``microbatch_of_ops``.
+
+        Args:
+            base: Of a class of ranks.
+            message_of_op: int64 [ops], as of ``_numbers_of_messages``.
+        """
         if int(message_of_op.max(initial=-1)) >= self.microbatches:
             raise UnsupportedError(
                 f"rank {base.rank} exchanges more messages with a stage than it has microbatches, "
@@ -167,8 +173,8 @@ class LengthCaptures:
         """Make one program of which each microbatch comes from the program of its length."""
         for length, program in programs.items():
             _check_aligned(base, program, length)
-        microbatch_of_op = self.microbatch_of_ops(base)
         message_of_op = _numbers_of_messages(base)
+        microbatch_of_op = self._microbatches(base, message_of_op)
         base_ops = self._ops(base)
         ops_of_length: dict[int, list[Op]] = {}
         for length, program in programs.items():

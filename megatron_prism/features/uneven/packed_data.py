@@ -11,6 +11,7 @@ reader (core/datasets/indexed_dataset.py ``_IndexReader``), shuffled and packed 
 from __future__ import annotations
 
 import os
+import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,13 +112,8 @@ def _document_lengths(path: Path) -> np.ndarray:
             reader = _IndexReader(str(path), multimodal=False)
             lengths = np.array(reader.sequence_lengths)
         # a bad header, a file that ends too early
-        except (AssertionError, TypeError, KeyError) as error:
+        except (AssertionError, TypeError, KeyError, struct.error) as error:
             raise ValueError(str(error) or "it has no header of an index") from error
-        except Exception as error:
-            # struct.error is no ValueError
-            if type(error).__name__ != "error":
-                raise
-            raise ValueError(str(error)) from error
         if not len(lengths) or int(lengths.min()) < 0:
             raise ValueError("it has no documents")
     return lengths
