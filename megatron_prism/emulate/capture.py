@@ -237,6 +237,10 @@ class _Reported(TrainingListener):
 
     def start_over(self, runs: str, why: str = "") -> None:
         """Begin this process anew, in which every step ``runs``, or every microbatch."""
+        # a new process would run all layers, as nobody tells it again how few are asked for
+        if self.run.short_layers is not None:
+            reason = why or "steps differ"
+            exit_status.end_without_estimate(f"few layers have to run anew: {reason}")
         if why:
             self.emit("note", text=f"all microbatches run: {why}")
         self.run.claims.close()

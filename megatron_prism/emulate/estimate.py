@@ -86,7 +86,7 @@ class Estimator:
     def __init__(self, console: Console, machine: str | None = None) -> None:
         self._console = console
         self._machine = machine
-        self._place = tempfile.TemporaryDirectory(prefix="prism-estimate-")
+        self._place: tempfile.TemporaryDirectory[str] | None = None  # made with the tasks
         self._waiting: list[RankTask] = []
         self._layers: list[int] = []
         self._whole_layers = 0
@@ -100,6 +100,7 @@ class Estimator:
 
     def tasks(self, whole: Sequence[RankTask]) -> list[RankTask]:
         """Return the tasks that an estimate of the job of ``whole`` tasks needs."""
+        self._place = tempfile.TemporaryDirectory(prefix="prism-estimate-")
         for periods in PERIODS:
             folder = str(self._folder(periods))
             for task in whole:
@@ -126,10 +127,12 @@ class Estimator:
             self._say(f"none: {self._reason}")
         else:
             self._estimate()
+        assert self._place is not None, "there were tasks"
         self._place.cleanup()
 
     def _folder(self, periods: int) -> Path:
         """Return the folder of the slices with so many periods of layers in a chunk."""
+        assert self._place is not None, "there are tasks"
         return Path(self._place.name) / f"periods-{periods}"
 
     def _say(self, text: str) -> None:

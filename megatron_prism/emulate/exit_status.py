@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.process_changes import ProcessChanges
@@ -54,6 +55,19 @@ def tell_parent(error: PrismError) -> None:
 
         if (emit := workers.emitter()) is not None:
             emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
+
+
+def end_without_estimate(reason: str) -> NoReturn:
+    """End this process, a worker that runs few layers, and say why there is no estimate.
+
+    No check is asked about its end: the job itself goes on in other workers.
+    """
+    from megatron_prism.emulate import workers
+
+    emit = workers.emitter()
+    assert emit is not None, "few layers run in workers alone"
+    emit("result", result={"no_estimate": reason})
+    leave(0)
 
 
 def at_good_end(check: Check, changes: ProcessChanges, idle: Idle = lambda: False) -> None:

@@ -255,7 +255,6 @@ def _attach_parts(run: Run, session: Session) -> None:
 
 def build_run(options: flags.Options, session: Session) -> Run:
     """Prepare tier, environment and listeners for ``options``; raises as ``attach``."""
-    from megatron_prism.emulate import summary
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.session import Run
     from megatron_prism.runtime import devices as tiers
@@ -281,24 +280,34 @@ def build_run(options: flags.Options, session: Session) -> Run:
     for name, text in variables.items():
         session.changes.set_item(os.environ, name, text)
     monitor = TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
-    monitor.who = f"rank {options.rank} ({summary.coordinates(options)})"
     run = Run(options, tier, monitor, version=version, store=store)
     session.changes.on_undo(run.claims.close)
+    _attach_rank(run, session)
+    return run
+
+
+def _attach_rank(run: Run, session: Session) -> None:
+    """Attach what the options of this process's rank ask for, and claim what it will write."""
+    from megatron_prism.emulate import summary
+
+    run.monitor.who = f"rank {run.options.rank} ({summary.coordinates(run.options)})"
     _attach_parts(run, session)
     for place in run.places:
         run.claims.enter_context(claimed(place))
-    return run
 
 
 def _becoming(run: Run, session: Session) -> Callable[[list[str], int], None] | None:
     """Return what makes a fork of this process another rank of its job.
 
     Returns:
-        None where more than the capture depends on the rank: what features and other options ask
-        for, programs without Megatron's arguments, recipes.
+        None where this process starts no job for others, or where more than the capture depends
+        on the rank: what features and other options ask for, programs without Megatron's
+        arguments, recipes.
     """
     from megatron_prism.emulate import job_arguments, rank_server, short_job
 
+    if not rank_server.starts_job():
+        return None
     options = run.options
     others = (options.record, options.recorded, options.out, options.memory, options.reserve_nccl)
     if options.asked_features or any(others) or options.capture is None:
@@ -306,10 +315,7 @@ def _becoming(run: Run, session: Session) -> Callable[[list[str], int], None] | 
     if job_arguments.parsed() is None or job_arguments.recipe is not None:
         return None
     run.claims.close()  # every rank claims its own slice
-    configs: list[Any] = []
-    if rank_server.starts_job():
-        configs = short_job.configurations()
-    return partial(_become, run, session, configs)
+    return partial(_become, run, session, short_job.configurations())
 
 
 def _become(
@@ -336,7 +342,7 @@ def _become(
     if periods:
         layers = short_job.chunk_layers(megatron_args)
         if layers.reason:
-            _tell_no_estimate(layers.reason)
+            exit_status.end_without_estimate(layers.reason)
         run.short_layers = periods * layers.period, layers.whole
         short_job.shorten(megatron_args, periods * layers.period, configs)
 
@@ -344,25 +350,12 @@ def _become(
     assert run.patches is not None, "they were applied"
     run.patches.rank = rank
     run.patches.local_ranks = tuple(run.options.ranks)
-    run.monitor.who = f"rank {rank} ({summary.coordinates(run.options)})"
     run.forget_listeners()
-    _attach_parts(run, session)
+    _attach_rank(run, session)
     if run.short_layers is not None:
-        run.follow_training(short_job.LayerCheck(run.short_layers[0], _tell_no_estimate))
-    for place in run.places:
-        run.claims.enter_context(claimed(place))
+        layer_check = short_job.LayerCheck(run.short_layers[0], exit_status.end_without_estimate)
+        run.follow_training(layer_check)
     run.monitor.listen(*run.training, summary.Reporter(run))
-
-
-def _tell_no_estimate(reason: str) -> None:
-    """End a rank that was started for an estimate, and say why there is none."""
-    from megatron_prism.emulate import workers
-
-    emit = workers.emitter()
-    assert emit is not None, "a fork of the job's start is a worker"
-    emit("result", result={"no_estimate": reason})
-    # at once: what looks at the end of a job would say that it did not train
-    os._exit(0)
 
 
 def start_world(run: Run, session: Session) -> VirtualWorld:

@@ -28,7 +28,6 @@ from megatron_prism.emulate.rank_template import MOST_BYTES, die_with_parent
 
 _REAP_S = 0.05  # between two looks for ranks that have ended
 _TAKES_OVER = b"t"  # what the job's start tells the process that forked it
-_GOES_ON_ALONE = b"a"
 OF_A_RANK = ("--prism-ranks", "--prism-capture")  # flags whose values differ between ranks
 
 
@@ -103,7 +102,8 @@ def fork_ranks(become: Callable[[list[str], int], None] | None) -> None:
     if start is None:
         return
     if become is None:
-        start.say(_GOES_ON_ALONE)
+        # whoever forked this process reads the end of the pipe
+        os.close(start.said)
         start.requests.close()
         _refuse_periods(start.first)
         return
@@ -270,12 +270,10 @@ def _redirect(request: _Request, *, closes: bool = True) -> None:
 
 def _refuse_periods(request: _Request) -> None:
     """End a rank with few layers that is no fork of a job's start, where layers are chosen."""
-    from megatron_prism.emulate import workers
+    from megatron_prism.emulate import exit_status
 
-    emit = workers.emitter()
-    if request.periods and emit is not None:
-        emit("result", result={"no_estimate": "every rank of this job starts by itself"})
-        os._exit(0)
+    if request.periods:
+        exit_status.end_without_estimate("every rank of this job starts by itself")
 
 
 def _run_rank(request: _Request, *, starts_job: bool = False) -> None:

@@ -340,6 +340,11 @@ def capture(
             virtual = job.world.size - len(ranks)
             console.print(f"  {'real here':<20} {real}; {virtual:,} are virtual")
 
+        # what is there already needs no estimate, and recipes start in another way
+        captured_before = set(store.ranks())
+        if captured_before or job.source or job.tier != "meta" or not whole:
+            estimator = None
+
         def record(missing: Sequence[int]) -> list[workers.Json]:
             tasks: list[workers.RankTask] = []
             for rank in missing:
@@ -360,12 +365,8 @@ def capture(
             results = workers.run(all_tasks, console, at_once, finished=estimator.finished)
             return results[len(short_tasks) :]
 
-        # what is there already needs no estimate, and recipes start in another way
-        if set(store.ranks()) or job.source or job.tier != "meta" or not whole:
-            estimator = None
         start = time.perf_counter()
         began_ns = time.time_ns()
-        captured_before = set(store.ranks())
         # are all slices there of this very job?  a rank compares its arguments with theirs
         if captured_before >= set(ranks) and not job.source:
             try:

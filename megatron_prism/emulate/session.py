@@ -88,13 +88,12 @@ class Run:
     short_layers: tuple[int, int] | None = None
 
     def forget_listeners(self) -> None:
-        """Drop what the options of another rank have added."""
+        """Drop what the options of another rank have added; ``claims`` were closed before."""
         self.training = ()
         self.calls = ()
         for rows in (self.sections, self.on_arguments, self.on_world, self.on_captured):
             rows.clear()
         self.places.clear()
-        self.claims = contextlib.ExitStack()
 
     def follow_training(self, listener: TrainingListener) -> None:
         """Have ``listener`` follow the training, behind those that follow it already."""

@@ -62,8 +62,7 @@ def chunk_layers(args: Namespace) -> ChunkLayers:
         # validate_args repeats the layers under an older name
         if value and not (name == "encoder_num_layers" and value == args.num_layers):
             return ChunkLayers(reason=f"--{name.replace('_', '-')} makes layers or stages unequal")
-    chunks = args.pipeline_model_parallel_size
-    chunks *= getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    chunks = _count_chunks(args)
     whole, rest = divmod(args.num_layers, chunks)
     if rest:
         return ChunkLayers(reason="chunks have unequal numbers of layers")
@@ -90,6 +89,12 @@ def chunk_layers(args: Namespace) -> ChunkLayers:
     return ChunkLayers(period, whole)
 
 
+def _count_chunks(args: Namespace) -> int:
+    """Count the chunks of all stages together."""
+    chunks: int = args.pipeline_model_parallel_size
+    return chunks * (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1)
+
+
 def configurations() -> list[Any]:
     """Find the configurations of models that this process has made of its arguments.
 
@@ -98,7 +103,9 @@ def configurations() -> list[Any]:
     module = sys.modules.get("megatron.core.transformer.transformer_config")
     if module is None:
         return []
-    return [thing for thing in gc.get_objects() if isinstance(thing, module.TransformerConfig)]
+    # by type: isinstance asks each object for __class__, at which some of torch's warn
+    config = module.TransformerConfig
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), config)]
 
 
 def shorten(args: Namespace, layers: int, configs: Iterable[Any] = ()) -> None:
@@ -110,9 +117,7 @@ def shorten(args: Namespace, layers: int, configs: Iterable[Any] = ()) -> None:
         configs: configurations that were made of ``args``; changed in place.
     """
     whole = args.num_layers
-    chunks = args.pipeline_model_parallel_size
-    chunks *= getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
-    args.num_layers = layers * chunks
+    args.num_layers = layers * _count_chunks(args)
     if getattr(args, "encoder_num_layers", None) == whole:
         args.encoder_num_layers = args.num_layers
     for settings in (args, *configs):

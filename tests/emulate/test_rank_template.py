@@ -5,6 +5,8 @@ import io
 import os
 import sys
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers.needs import TRAINING
@@ -13,7 +15,8 @@ from rich.console import Console
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import NotTrainedError
-from megatron_prism.emulate import rank_template, workers
+from megatron_prism.emulate import job_arguments, launch, rank_server, rank_template, workers
+from megatron_prism.emulate.session import Run
 
 pytestmark = pytest.mark.skipif(not rank_template.can_fork(), reason="needs Linux")
 
@@ -124,6 +127,23 @@ def test_a_job_whose_start_is_of_one_rank_is_started_for_each(program):
     assert all(result["began"] == result["process"] for result in results)
 
 
+@pytest.mark.parametrize("become", [None, "lambda *_: exit_status.end_without_estimate('why')"])
+def test_a_rank_that_ends_without_an_estimate_is_not_judged_as_a_job(program, become):
+    """A job that has started and not trained would else be an error."""
+    watched = f"""
+from megatron_prism.core.errors import NotTrainedError
+from megatron_prism.emulate import exit_status, workers
+from megatron_prism.emulate.session import Session
+exit_status.at_good_end(lambda: NotTrainedError("it did not train"), Session().changes)
+{STARTED.format(become=become)}"""
+    (task,) = program(watched, 1)
+    words = [*task.words, "--prism-ranks", "0"]
+    short = dataclasses.replace(task, words=words, shares_start=True, periods=1)
+    results = run([short, dataclasses.replace(short, periods=2)])
+    reason = "why" if become else "every rank of this job starts by itself"
+    assert results == [{"no_estimate": reason}] * 2
+
+
 def test_a_start_that_fails_is_the_failure_of_the_first_rank(program):
     with pytest.raises(NotTrainedError, match="(?s)rank 0 failed.*no arguments"):
         started(program, "exec(\"raise SystemExit('no arguments')\")")
@@ -145,3 +165,22 @@ def test_slices_of_forks_are_those_of_processes(tmp_path, monkeypatch):
         assert (tmp_path / "forks" / name).read_bytes() == (
             tmp_path / "processes" / name
         ).read_bytes()
+
+
+def test_a_process_that_starts_no_job_for_others_keeps_what_it_claims(monkeypatch):
+    """Another run into the same slice would else not be refused."""
+    settings = dict.fromkeys(("record", "recorded", "out", "memory", "reserve_nccl"))
+    options = SimpleNamespace(**settings, asked_features=(), capture="slices")
+    run = SimpleNamespace(options=options, claims=Mock())
+    monkeypatch.setattr(job_arguments, "parsed", lambda: SimpleNamespace())
+    assert launch._becoming(run, Mock()) is None
+    assert not run.claims.close.called
+
+    # a fork claims its own slice with what is closed at the end of the process
+    monkeypatch.setattr(rank_server, "starts_job", lambda: True)
+    assert launch._becoming(run, Mock()) is not None
+    run.claims.close.assert_called_once_with()
+    claiming = Run(Mock(), Mock(), Mock())
+    claims = claiming.claims
+    claiming.forget_listeners()
+    assert claiming.claims is claims

@@ -149,7 +149,7 @@ def test_a_worker_whose_steps_differ_starts_over(monkeypatch):
     monkeypatch.setenv(capture._RUNS, "")
     monkeypatch.setattr(os, "execv", begun)
     reported = object.__new__(capture._Reported)
-    reported.run, reported.emit = SimpleNamespace(claims=Mock()), Mock()
+    reported.run, reported.emit = SimpleNamespace(claims=Mock(), short_layers=None), Mock()
     reported.start_over(capture._EVERY_STEP)
     begun.assert_called_once_with(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     reported.run.claims.close.assert_called_once()
@@ -158,3 +158,15 @@ def test_a_worker_whose_steps_differ_starts_over(monkeypatch):
     assert not reported.emit.called
     reported.start_over(capture._ALL, "they differ")
     reported.emit.assert_called_once_with("note", text="all microbatches run: they differ")
+
+
+def test_a_worker_with_few_layers_does_not_start_over(monkeypatch):
+    """The new process would be one of the whole job."""
+    monkeypatch.setattr(os, "execv", Mock(side_effect=AssertionError))
+    told = Mock(side_effect=SystemExit)
+    monkeypatch.setattr(capture.exit_status, "end_without_estimate", told)
+    reported = object.__new__(capture._Reported)
+    reported.run, reported.emit = SimpleNamespace(claims=Mock(), short_layers=(1, 8)), Mock()
+    with pytest.raises(SystemExit):
+        reported.start_over(capture._ALL, "they differ")
+    told.assert_called_once_with("few layers have to run anew: they differ")
