@@ -166,7 +166,7 @@ def of_namespace(
         elif own_actions:  # a validation's, which people know by its option
             set_by_code[option] = text
         else:  # the script's
-            set_by_code[name] = text_of(value)
+            set_by_code[name] = text
     return job_settings.as_text(on_line, set_by_code)
 
 
@@ -175,11 +175,7 @@ def _is_typed(own_option: str, actions: Iterable[argparse.Action], typed: tuple[
     options = list[str]()
     for action in actions:
         options += action.option_strings
-    for option in options or [own_option]:
-        for word in typed:
-            if option.startswith(word):
-                return True
-    return False
+    return any(option.startswith(typed) for option in options or [own_option])
 
 
 def _as_typed(takes: str, value: Any, actions: Iterable[argparse.Action]) -> tuple[str, str]:

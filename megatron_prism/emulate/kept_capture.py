@@ -87,7 +87,7 @@ class CaptureRecord:
     files: dict[str, str]
 
     def differences(self, asked: CaptureRecord) -> list[str]:
-        """Say in which words ``other``, of the job that is asked for now, differs from this one."""
+        """Say in which words ``asked``, of the job that is asked for now, differs from this one."""
         differ = list[str]()
         if asked.command != self.command:
             options = changed_options(self.command, asked.command)

@@ -167,12 +167,12 @@ class OneLocalMember:
     def reduce_scatter(
         self,
         out: torch.Tensor,
-        whole: torch.Tensor,
+        all_chunks: torch.Tensor,
         op: str,
         values: Values,
         sequence: bool = False,
     ) -> None:
-        """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members.
+        """``out`` [k] from ``all_chunks`` [n*k]: the local chunk, reduced over n equal members.
 
         sequence : mirrored chunks are added up instead (``values.holds_sequences``)
         """
@@ -181,7 +181,7 @@ class OneLocalMember:
         parts = values.parts
         if op == "sum" and self.n > 1 and parts is not None and parts.fill(out, self.n, self.p):
             return
-        chunks = whole.detach().view(self.n, -1)
+        chunks = all_chunks.detach().view(self.n, -1)
         chunk = chunks[self.p]
         if op == "sum" and sequence and values.mirrors(out) and out.data_ptr() != chunk.data_ptr():
             torch.sum(chunks, 0, out=out.detach().view(-1))
@@ -357,7 +357,7 @@ class PartiallyLocalGroup:
         values: Values,
         sequence: bool = False,
     ) -> None:
-        """``out`` [k] from ``whole`` [n*k] of every local member; parts as in reduced().
+        """``out`` [k] from ``all_chunks`` [n*k] of every local member; parts as in reduced().
 
         sequence : the chunks of whom a local member is or mirrors are added up instead of weighed
         """

@@ -88,9 +88,9 @@ def _count(op: Op) -> int:
     return op.num_out if op.name in _BY_OUTPUT else op.num_in
 
 
-def differences(own: Op, peer: Op) -> list[str]:
-    """In which words two calls that should be one differ: ``shape: 64 here, 32 there``."""
-    properties = [
+def _differing_properties(own: Op, peer: Op) -> list[tuple[str, object, object]]:
+    """List what differs in two calls that should be one: its name, its value here and there."""
+    properties: list[tuple[str, object, object]] = [
         ("dtype", own.dtype, peer.dtype),
         ("shape", _count(own), _count(peer)),
     ]
@@ -98,16 +98,13 @@ def differences(own: Op, peer: Op) -> list[str]:
         properties.insert(0, ("operation", own.name, peer.name))
         properties.append(("reduce op", own.reduce, peer.reduce))
         properties.append(("root", own.root, peer.root))
-    return [
-        f"{name}: {own_value} here, {peer_value} there"
-        for name, own_value, peer_value in properties
-        if own_value != peer_value
-    ]
+    return [row for row in properties if row[1] != row[2]]
 
 
-def _differing_properties(own: Op, peer: Op) -> set[str]:
-    """Names of what ``differences`` tells."""
-    return {_kind([text]) for text in differences(own, peer)}
+def differences(own: Op, peer: Op) -> list[str]:
+    """In which words two calls that should be one differ: ``shape: 64 here, 32 there``."""
+    rows = _differing_properties(own, peer)
+    return [f"{name}: {own_value} here, {peer_value} there" for name, own_value, peer_value in rows]
 
 
 def _bytes_of(op: Op) -> int:
@@ -123,7 +120,10 @@ def nccl_lets_through(own: Op, peer: Op | None) -> bool:
     passes and the other hangs, and 4 against 4,194,304 hangs on both.  What was not measured
     (another operation, reduction, root, splits) counts as a hang.
     """
-    if peer is None or _differing_properties(own, peer) - _BYTES:
+    if peer is None:
+        return False
+    differing = {name for name, *_ in _differing_properties(own, peer)}
+    if differing - _BYTES:
         return False
     if own.splits or peer.splits:
         return False
@@ -146,7 +146,7 @@ def gloo_does(own: Op, peer: Op | None, sends: bool | None = None) -> str:
     """
     if peer is None:
         return "hangs"
-    differing = _differing_properties(own, peer)
+    differing = {name for name, *_ in _differing_properties(own, peer)}
     if differing & {"operation", "root"}:
         return "hangs"
     own_bytes, peer_bytes = _bytes_of(own), _bytes_of(peer)

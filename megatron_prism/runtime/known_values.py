@@ -292,7 +292,7 @@ def _writes(name: str) -> bool:
     if name.endswith("__"):
         is_in_place = name.startswith("__i") and name != "__invert__"
         return is_in_place or name == "__setitem__"
-    return name.endswith("_") or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
 
 
 def _follow_write(

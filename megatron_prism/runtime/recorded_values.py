@@ -90,7 +90,7 @@ _ANOTHER = "record this very job, or use --prism-values mirror"
 
 
 def check_header(file: Path, header: Mapping[str, object], wanted: Mapping[str, object]) -> None:
-    """UsageError if a recording's head ``found`` is not that of this run."""
+    """UsageError if a recording's head ``header`` is not that of this run."""
     for key, value in wanted.items():
         if header.get(key) != value:
             message = f"{file} was recorded with {key} {header.get(key)}, this run has {value}"

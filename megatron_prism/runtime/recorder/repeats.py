@@ -541,7 +541,7 @@ class Repeats:
                 raise NotRepeatedError
 
     def _hold(self, replaced: _Replaced, new_tensor: _Kept, inputs: Sequence[torch.Tensor]) -> None:
-        """Make ``made``, and have the model hold it."""
+        """Make ``new_tensor``, and have the model hold it."""
         held = replaced.held
         with _disable_current_modes():
             storage = torch.empty(held.num_bytes, dtype=torch.uint8, device="meta")
@@ -557,7 +557,7 @@ class Repeats:
             self._count(replaced, new_tensor)
 
     def _count(self, replaced: _Replaced, new_tensor: _Kept) -> None:
-        """Count ``made`` as long as the model holds it, unless its graph does."""
+        """Count ``new_tensor`` as long as the model holds it, unless its graph does."""
         held = replaced.held
         tensor = held.holders[0].tensor
         assert isinstance(tensor, torch.Tensor)

@@ -107,9 +107,8 @@ def create(
     for part in _memory(quantizer, shape):
         memory = None
         if part.wanted:
-            from_bulk = bulk is not None and part.name != "data_transpose"
-            request = bulk if from_bulk else new
-            memory = request(part.shape, part.dtype)  # type: ignore[misc]
+            request = new if bulk is None or part.name == "data_transpose" else bulk
+            memory = request(part.shape, part.dtype)
         fields[part.name] = memory
     if kind == "current":
         fields["fp8_scale_inv"] = new(1, torch.float32)
@@ -359,18 +358,20 @@ def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Valu
     one buffer of all data and scales by rows, one by columns.
     """
     memories: list[list[Tensor]] = [[] for _ in xs]  # of each tensor, in the order of ``_memory``
+    wanted = list[tuple[int, _Part]]()
+    for place, (x, quantizer) in enumerate(zip(xs, quantizers, strict=True)):
+        for part in _memory(quantizer, list(x.shape)):
+            if part.wanted:
+                wanted.append((place, part))
     for way in ("row", "column"):
         owners = list[int]()
         data, scales = list[tuple[_Part, int]](), list[tuple[_Part, int]]()
-        for place, (x, quantizer) in enumerate(zip(xs, quantizers, strict=True)):
-            for part in _memory(quantizer, list(x.shape)):
-                if not part.wanted or not part.name.startswith(way):
-                    continue
-                if part.name.endswith("data"):
-                    data.append((part, _DATA_ALIGNMENT))
-                    owners.append(place)
-                else:
-                    scales.append((part, _SCALE_ALIGNMENT))
+        for place, part in wanted:
+            if part.name == f"{way}wise_data":
+                data.append((part, _DATA_ALIGNMENT))
+                owners.append(place)
+            elif part.name == f"{way}wise_scale_inv":
+                scales.append((part, _SCALE_ALIGNMENT))
         if not data:
             continue
         tensors = _buffer(data + scales)
