@@ -22,11 +22,42 @@ def warn_absent(programs: Programs) -> None:
         print(f"prism: ranks {ranks} are left out: their stages have no slice", file=sys.stderr)
 
 
+def limit_of(limit: str | None, headroom: int | None) -> int | None:
+    """Return the bytes of a limit that headroom leaves; None without a limit.
+
+    Args:
+        limit: as typed: ``80GB`` is what a card sold as such has.
+        headroom: bytes that stay free.
+
+    Raises:
+        UsageError: it leaves nothing, or there is no limit to take it from.
+    """
+    from megatron_prism.replay.costs.machine import device_limit
+
+    if limit is None:
+        if headroom:
+            raise UsageError("headroom is taken from a limit", fix="--limit 80GB --headroom 4GiB")
+        return None
+    num_bytes, _ = device_limit(limit)
+    return less_headroom(num_bytes, headroom or 0)
+
+
+def less_headroom(limit: int, headroom: int) -> int:
+    """Return what headroom leaves of a limit; UsageError if that is nothing.
+
+    Args:
+        limit: bytes of device memory.
+        headroom: bytes that stay free.
+    """
+    if headroom >= max(limit, 1):
+        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
+    return limit - headroom
+
+
 def draws_of(args: argparse.Namespace) -> Draws | None:
     """What is to be drawn; UsageError for words that need ``--draws`` without it."""
     from megatron_prism.memory import routing
     from megatron_prism.memory.job_peaks import Draws
-    from megatron_prism.replay.costs.machine import device_limit
 
     if args.draws is None:
         for key in ("routing", "capacity"):
@@ -35,5 +66,8 @@ def draws_of(args: argparse.Namespace) -> Draws | None:
         return None
     if args.capacity is not None and args.capacity <= 0:
         raise UsageError(f"--capacity {args.capacity:g} leaves no token", fix="--capacity 1.25")
-    limit = None if args.limit is None else device_limit(args.limit)[0] - (args.headroom or 0)
+    limit = None
+    # without one headroom is taken from the machine's memory
+    if args.limit is not None:
+        limit = limit_of(args.limit, args.headroom)
     return Draws(routing.law(args.routing or "uniform"), args.draws, args.capacity, limit)

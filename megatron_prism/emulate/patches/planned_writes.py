@@ -1,6 +1,6 @@
 """What a rank writes into a checkpoint: Megatron's own plan of a save, without the writing.
 
-In : the state dict of a checkpoint on shapes.  Out: ``PlannedWrite``.  Megatron copies all that a
+In : the state dict of a checkpoint on shapes.  Out: ``SavedBytes``.  Megatron copies all that a
 rank writes to the host before the first byte is written, for --async-save and without it
 (dist_checkpointing/strategies/filesystem_async.py:140 @0.19.0).
 """

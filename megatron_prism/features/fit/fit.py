@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_prism.cli.memory_arguments import less_headroom
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
@@ -263,7 +264,7 @@ def fit(
         most, source = _limit_that_frees(free, needs, limit)
     else:
         most, source = _limit(limit, machine_of_job)
-    most = _less_headroom(most, headroom)
+    most = less_headroom(most, headroom)
     settings = allocator.Settings.parse(alloc_conf)
     of = {name: first_program(programs, one) for name, one in memory.classes.items()}
     overruns = {
@@ -340,13 +341,6 @@ def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
         name = "the job's machine" if machine is None else machine.name
         raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
     return machine.device_memory, machine.name
-
-
-def _less_headroom(limit: int, headroom: int) -> int:
-    """Return what the headroom leaves of the limit."""
-    if headroom >= max(limit, 1):
-        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
-    return limit - headroom
 
 
 def _limit_that_frees(

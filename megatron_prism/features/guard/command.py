@@ -24,10 +24,10 @@ from megatron_prism.cli.command import (
     file_option,
     option,
 )
-from megatron_prism.cli.memory_arguments import draws_of, warn_absent
+from megatron_prism.cli.memory_arguments import draws_of, limit_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
 from megatron_prism.core.columns import folded
-from megatron_prism.core.errors import UsageError, refuse
+from megatron_prism.core.errors import refuse
 from megatron_prism.features.snapshots.files import snapshots
 
 if TYPE_CHECKING:
@@ -184,20 +184,6 @@ def _compare(args: argparse.Namespace) -> Answer:
 
     words = f"prism fit {args.programs} --limit {args.limit}" if over else ""
     return Answer(lambda: value, page, lambda: rows, words, int(check and bool(failed)))
-
-
-def limit_of(limit: str | None, headroom: int | None) -> int | None:
-    """``limit`` - ``headroom``, None without a limit."""
-    from megatron_prism.replay.costs.machine import device_limit
-
-    if limit is None:
-        if headroom:
-            raise UsageError("headroom is taken from a limit", fix="--limit 80GB --headroom 4GiB")
-        return None
-    most = device_limit(limit)[0]
-    if (headroom or 0) >= max(most, 1):
-        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
-    return most - (headroom or 0)
 
 
 def _print(args: argparse.Namespace, changes: list[Change]) -> None:

@@ -120,8 +120,9 @@ class MemoryGuard:
     def _problem(self, wanted: Mapping[str, Any]) -> str:
         """What fails, or nothing; the baseline is written where there is none yet."""
         from megatron_prism.cli import arguments
+        from megatron_prism.cli.memory_arguments import limit_of
         from megatron_prism.features.guard import baseline
-        from megatron_prism.features.guard.command import describe, limit_of
+        from megatron_prism.features.guard.command import describe
         from megatron_prism.memory import job_peaks, peak_changes
 
         if not {"job"} <= set(wanted) <= set(_KEYS):

@@ -30,6 +30,11 @@ def words_of(part: str) -> str:
     return _WORDS.get(part, part)
 
 
+def _assumption(part: str) -> str:
+    """Say on what a part ran that could not run as in the job."""
+    return _ASSUMPTIONS.get(part, _UNNAMED)
+
+
 class LifeSection:
     """The parts of every class, beside a limit.
 
@@ -50,7 +55,7 @@ class LifeSection:
         for name, life in self._lives.items():
             parts: dict[str, int | None] = dict(life.peaks)
             parts.update(dict.fromkeys(life.not_run))
-            assumed = {part: _ASSUMPTIONS.get(part, _UNNAMED) for part in life.assumed}
+            assumed = {part: _assumption(part) for part in life.assumed}
             classes[name] = {"parts": parts, "decides": life.decides, "assumed": assumed}
         return classes
 
@@ -69,7 +74,7 @@ class LifeSection:
             rows.append([f"  {words_of(part)}", format_bytes(num_bytes), beside])
         yield from columns(rows)
         for part in life.assumed:
-            yield from folded(f"  {words_of(part)}: {_ASSUMPTIONS.get(part, _UNNAMED)}", 4)
+            yield from folded(f"  {words_of(part)}: {_assumption(part)}", 4)
         yield from folded(f"  {_decision(life)}", 4)
         yield from folded(f"  {_unknown(life)}", 4)
 
@@ -81,7 +86,7 @@ class LifeSection:
                 size = format_bytes(life.least_needed)
                 text = f"runs out in {words_of(life.decides)}, which needs {size} at least"
                 if life.decides in life.assumed:
-                    text += f": {_ASSUMPTIONS.get(life.decides, _UNNAMED)}"
+                    text += f": {_assumption(life.decides)}"
                 places[name] = text
         return places
 

@@ -14,7 +14,7 @@ from megatron_prism.cli.command import (
     Command,
     HelpGroup,
 )
-from megatron_prism.cli.memory_arguments import warn_absent
+from megatron_prism.cli.memory_arguments import limit_of, warn_absent
 from megatron_prism.cli.output import Answer
 from megatron_prism.core.errors import UsageError
 
@@ -38,14 +38,11 @@ def phases(args: argparse.Namespace) -> Answer:
     from megatron_prism.core.slices import open_programs
     from megatron_prism.features.phases.phases import phases as follow_phases
     from megatron_prism.features.phases.steps import read_steps
-    from megatron_prism.replay.costs.machine import device_limit
 
     steps = read_steps(args.file)
-    if args.limit is None:
+    limit = limit_of(args.limit, args.headroom)
+    if limit is None:
         raise UsageError("how much memory has a GPU?", fix="--limit 80GB")
-    limit = device_limit(args.limit)[0] - (args.headroom or 0)
-    if limit <= 0:
-        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)
     device = None if args.device == "none" else args.device
