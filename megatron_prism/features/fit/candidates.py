@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron_prism.core.world import World
 
+JOB_FLAGS = "--prism-job-flags"  # its value stands behind the job's own arguments
 _FRACTIONS = 20  # steps of the part of the optimizer that is offloaded
 # Transformer Engine's older way of offloading, without which Megatron refuses to (arguments.py:1856
 # @0.19.0)

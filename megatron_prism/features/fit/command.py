@@ -33,6 +33,7 @@ from megatron_prism.cli.job_slices import estimate_note, kept_line
 from megatron_prism.cli.memory_arguments import draws_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs
 from megatron_prism.core.errors import UsageError
+from megatron_prism.features.fit.candidates import JOB_FLAGS
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program, Programs
@@ -135,7 +136,6 @@ def _write_snapshot(args: argparse.Namespace, program: Program) -> None:
     print(f"wrote {args.out}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
 
 
-_MORE = "--prism-job-flags"
 _VARIABLE = re.compile(r"[A-Z_0-9]+=\S+ ")
 
 
@@ -153,7 +153,7 @@ def _with_trials(args: argparse.Namespace, found: Fit, fit_as_asked: Callable[..
     from megatron_prism.cli.output import console
     from megatron_prism.features.fit.trials import CapturedLine, with_trials
 
-    if found.programs.source.get("what-if"):
+    if found.what_if:
         message = "--try captures the job as it is, and these programs are changed"
         raise UsageError(message, fix="prism fit DIR --try, without what-ifs")
     # a recipe's name alone does not say with which settings it was captured
@@ -187,6 +187,9 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     limit: list[str] = []
     if args.limit:
         limit = ["--limit", args.limit]
+    # the bound that frees as much, of which other slices do not know
+    elif found.free:
+        limit = ["--limit", f"{found.limit}B"]
     best = next((change for change in found.changes if change.fits), None)
     path = str(args.programs)
     folder = Path(path)
@@ -219,12 +222,12 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     ours, _ = split_line(line, options.alone())
     kept: list[str] = []
     for name, flag_words in options.split(ours)[0]:
-        if name != _MORE:
+        if name != JOB_FLAGS:
             kept += flag_words
-    earlier = options.value_of(_MORE, ours)
+    earlier = options.value_of(JOB_FLAGS, ours)
     more = f"{earlier} {words}".strip()
     job = line[len(ours) :] or ["torchrun", "…"]
-    asked = [*ask, *args.settings, *kept, _MORE, more, *job]
+    asked = [*ask, *args.settings, *kept, JOB_FLAGS, more, *job]
     return f"{before}{shlex.join(asked)}"
 
 

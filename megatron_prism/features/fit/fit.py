@@ -137,6 +137,11 @@ class Fit:
         return any(change.fits for change in self.changes)
 
     @property
+    def shown_overruns(self) -> Mapping[str, Overrun]:
+        """Overruns of a limit that somebody has; none where memory is to be freed."""
+        return {} if self.free else self.overruns
+
+    @property
     def overruns_beside(self) -> dict[str, str]:
         """Class -> where it runs out of memory beside its train steps, as sections say."""
         places: dict[str, str] = {}
@@ -167,12 +172,13 @@ class Fit:
 
     def to_rows(self) -> list[dict[str, object]]:
         """A row for every class; bytes."""
+        beyond = {*self.overruns, *self.at_risk, *self.overruns_beside}
         return [
             {
                 **row,
                 "needs": needed(figures),
                 "limit": self.limit,
-                "fits": name not in {*self.overruns, *self.at_risk, *self.overruns_beside},
+                "fits": None if self.free else name not in beyond,
             }
             for row, (name, figures) in zip(
                 self.memory.to_rows(), self.memory.classes.items(), strict=True
@@ -180,11 +186,16 @@ class Fit:
         ]
 
     def to_json(self) -> dict[str, object]:
-        """What ``prism fit --json`` prints; bytes and ns."""
+        """What ``prism fit --json`` prints; bytes and ns.
+
+        Where memory is to be freed, nobody asks whether the job fits: it is whether changes free
+        enough.
+        """
         host = self.host
         return {
             "schema": "prism.fit/1",
-            "fits": self.fits,
+            "fits": None if self.free else self.fits,
+            "frees_enough": self.frees_enough if self.free else None,
             "limit": self.limit,
             "limit_source": self.limit_source,
             "worst": self.worst,
@@ -194,7 +205,7 @@ class Fit:
             "what_if": self.what_if,
             "classes": dict(self.memory.classes),
             **({} if host is None else {"host": vars(host)}),
-            "overruns": {name: vars(one) for name, one in self.overruns.items()},
+            "overruns": {name: vars(one) for name, one in self.shown_overruns.items()},
             "risks": {name: vars(risk) for name, risk in self.risks.items()},
             "free": self.free,
             "changes": [vars(one) for one in self.changes],
@@ -252,6 +263,9 @@ def fit(
         UsageError: the programs recorded no memory, nobody knows the limit, or there is as well a
             limit as something to free.
     """
+    if free and limit is not None:
+        message = "a limit and what to free beside it"
+        raise UsageError(message, fix="--limit 80GB --headroom 6GiB, or --free 6GiB alone")
     # only a price says whose memory the limit is
     is_asked = machine is not None or (limit is None and not free)
     programs, priced = _priced(job, machine, calibration, is_asked)
@@ -261,7 +275,7 @@ def fit(
     if priced is not None:
         machine_of_job = priced.machine
     if free:
-        most, source = _limit_that_frees(free, needs, limit)
+        most, source = _limit_that_frees(free, needs)
     else:
         most, source = _limit(limit, machine_of_job)
     most = less_headroom(most, headroom)
@@ -343,13 +357,8 @@ def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
     return machine.device_memory, machine.name
 
 
-def _limit_that_frees(
-    free: int, needs: Mapping[str, int], limit: int | str | None
-) -> tuple[int, str]:
+def _limit_that_frees(free: int, needs: Mapping[str, int]) -> tuple[int, str]:
     """Return the limit within which the job needs ``free`` bytes less, and whose it is."""
-    if limit is not None:
-        message = "a limit and what to free beside it"
-        raise UsageError(message, fix="--limit 80GB --headroom 6GiB, or --free 6GiB alone")
     most = max(needs.values()) - free
     if most <= 0:
         have = format_bytes(max(needs.values()))

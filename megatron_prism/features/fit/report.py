@@ -29,11 +29,9 @@ _FEWEST_WITH_SHARES = 10  # draws of which a tenth can be told
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
     shown_class = shown or found.worst
-    # where memory is to be freed, no limit is known
-    overruns = {} if found.free else found.overruns
     parts: list[Iterable[str]] = [
         _verdict(found),
-        class_table(found.memory, overruns, found.at_risk),
+        class_table(found.memory, found.shown_overruns, found.at_risk),
         _host(found.host),
         _peak(found, shown_class, top),
     ]
@@ -252,17 +250,24 @@ def render_fit(found: Fit) -> str:
     """The page of a job."""
     data = page_data(found.programs, found.memory, found.limit)
     data["verdict"] = "It may run out of memory later"
-    if found.fits:
+    overruns_beside = found.overruns_beside
+    # nothing runs out where the job shall need less
+    if found.free:
+        data["verdict"] = next(iter(_freeing(found)))
+        overruns_beside = {}
+    elif found.fits:
         data["verdict"] = "It fits"
-    elif found.overruns or found.overruns_beside:
+    elif found.overruns or overruns_beside:
         data["verdict"] = "It does not fit"
-    data["about"] = [f"{name} runs out {place.where}." for name, place in found.overruns.items()
-                     if place.where]  # fmt: skip
+    data["about"] = []
+    for name, place in found.shown_overruns.items():
+        if place.where:
+            data["about"].append(f"{name} runs out {place.where}.")
     for name, risk in found.risks.items():
         text = later_iterations(risk)
         if text:
             data["about"].append(f"{name} {text}.")
-    for name, text in found.overruns_beside.items():
+    for name, text in overruns_beside.items():
         data["about"].append(f"{name} {text}.")
     data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
                        for one in found.changes]  # fmt: skip

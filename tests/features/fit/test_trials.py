@@ -8,13 +8,20 @@ import shlex
 import pytest
 from rich.console import Console
 
+from megatron_prism.cli import main as cli
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.program import Builder, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.features.fit.candidates import LineChange, ladders
 from megatron_prism.features.fit.fit import TriedChange, fit
-from megatron_prism.features.fit.trials import Trials, _change_of, _reason, with_trials
+from megatron_prism.features.fit.trials import (
+    CapturedLine,
+    Trials,
+    _change_of,
+    _reason,
+    with_trials,
+)
 
 MIB = 1 << 20
 ADAM = {"use_distributed_optimizer": "True", "num_layers": "8"}
@@ -221,9 +228,27 @@ def test_memory_to_free_takes_the_place_of_a_limit():
     text = answer.to_text()
     assert text.startswith("no change that was tried frees 50 MiB")
     assert "runs out" not in text
+    # nothing runs out where no limit is known
+    told = answer.to_json()
+    assert (told["fits"], told["frees_enough"], told["overruns"]) == (None, False, {})
+    assert [row["fits"] for row in answer.to_rows()] == [None]
+    page = answer.to_html()
+    assert "no change that was tried frees 50 MiB" in page
+    assert "does not fit" not in page
     freed = with_trials(answer, Line(lambda options: 120), lambda p: weigh(p, answer.limit))
     assert freed.frees_enough
     assert "free 50 MiB" in freed.to_text().partition("\n")[0]
+    assert freed.to_json()["frees_enough"]
+
+
+def test_the_next_command_keeps_what_is_to_be_freed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    programs = job(180, ADAM)
+    source = {**programs.source, "recipe": "tiny-gpt_1cpu"}
+    save(dataclasses.replace(programs, source=source), tmp_path / "job.prism")
+    cli.main(["fit", "job.prism", "--free", "50MiB", "--device", "none"])
+    following = capsys.readouterr().out.partition("next: prism ")[2]
+    assert f"--limit {150 * MIB}B" in following
 
 
 def test_what_cannot_be_freed_is_refused():
@@ -231,6 +256,9 @@ def test_what_cannot_be_freed_is_refused():
         fit(job(180), free=200 * MIB, device=None)
     with pytest.raises(UsageError, match="beside it"):
         fit(job(180), free=2 * MIB, limit=100 * MIB, device=None)
+    # before anything is priced
+    with pytest.raises(UsageError, match="beside it"):
+        fit(job(180), free=2 * MIB, limit=100 * MIB, device=None, machine="no-such-machine")
 
 
 # -- a real job -----------------------------------------------------------------------------------
