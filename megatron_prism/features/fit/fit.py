@@ -94,7 +94,7 @@ class Fit:
     sections     : what other features say of the job
     free         : bytes that are to be freed, by which the limit is less than the job needs; 0
                    where a limit was given
-    refused      : words of changes that were captured and that the job refuses -> why
+    refused      : words of changes that could not be captured -> why; mostly the job refuses them
     """
 
     limit: int

@@ -210,7 +210,7 @@ def changes_of(found: Fit) -> Iterator[str]:
     if not found.changes:
         yield "nothing that can be tried on the slices frees memory of the peak"
     for change_words, why in found.refused.items():
-        yield from folded(f"  refused by the job: {change_words}: {why}", 4)
+        yield from folded(f"  not captured: {change_words}: {why}", 4)
     if not captured and not found.refused:
         text = (
             "--try captures the job with further changes: optimizer and activations on the host, "

@@ -28,13 +28,12 @@ from megatron_prism.core.slices import open_programs
 from megatron_prism.emulate import options, recipe_job, script_job
 from megatron_prism.emulate.job_line import job_of
 from megatron_prism.emulate.launch_line import split_line
-from megatron_prism.features.fit.candidates import Ladder, LineChange, ladders
+from megatron_prism.features.fit.candidates import JOB_FLAGS, Ladder, LineChange, ladders
 from megatron_prism.features.fit.fit import EXPANDABLE, Fit, TriedChange
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MORE = "--prism-job-flags"
 _MOST_CAPTURES = 32
 _MOST_PAIRS = 3
 _MOST_ESTIMATES = 2  # changes estimated from the slices that are captured, too
@@ -62,9 +61,11 @@ class CapturedLine:
         """Capture the job with a change, unless that was done before.
 
         Raises:
-            PrismError: the job refuses the change.
+            PrismError: the job refuses the change, or it cannot be captured.
         """
-        digest = hashlib.sha1(change.text(self.is_recipe).encode()).hexdigest()[:8]
+        # slices of another line may be in the folder
+        text = "\0".join((*self.words, change.text(self.is_recipe)))
+        digest = hashlib.sha1(text.encode()).hexdigest()[:8]
         folder = self.folder / digest
         with ProcessChanges() as changes:
             for name, value in change.variables.items():
@@ -89,7 +90,7 @@ class CapturedLine:
         # behind the job's own arguments these win
         argv = [*ours, *launched, *arguments, *change.words(self.is_recipe)]
         script_job.capture_command_line(script, argv, folder, self.console)
-        more = [_MORE, shlex.join(change.words(self.is_recipe))]
+        more = [JOB_FLAGS, shlex.join(change.words(self.is_recipe))]
         keep_line(folder, [*more, *self.words])
 
 
@@ -124,10 +125,11 @@ class Trials:
 
     def _weighed(self, change: LineChange, words: str) -> TriedChange | None:
         try:
-            changed = self._weigh(self._line.capture(change))
+            programs = self._line.capture(change)
         except PrismError as error:
             self.refused[words] = _reason(error.message)
             return None
+        changed = self._weigh(programs)
         slower_ns = None
         ns, ns_before = changed.iteration_ns, self._before.iteration_ns
         if change.has_known_time and ns is not None and ns_before is not None:

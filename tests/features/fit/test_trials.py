@@ -13,6 +13,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Builder, Programs, save
 from megatron_prism.core.world import World
+from megatron_prism.features.fit import trials as trials_module
 from megatron_prism.features.fit.candidates import LineChange, ladders
 from megatron_prism.features.fit.fit import TriedChange, fit
 from megatron_prism.features.fit.trials import (
@@ -138,7 +139,7 @@ def test_an_estimate_gives_way_to_the_figure_of_its_capture():
     assert len(answer.refused) == len(line.captured) - 1
     text = answer.to_text()
     assert "what frees memory, captured with the change" in text
-    assert "refused by the job: " in text
+    assert "not captured: --" in text
     assert "tried on the slices" not in text
 
 
@@ -218,6 +219,26 @@ def test_the_line_that_says_why():
     assert _reason("a\nValueError: first\nfile b\nx.y.ZError: second\nlast") == "x.y.ZError: second"
     assert _reason("only this") == "only this"
     assert _reason("") == "without a word"
+
+
+def test_a_line_has_folders_of_its_own(tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr(trials_module, "open_programs", folders.append)
+    monkeypatch.setattr(CapturedLine, "_capture_script", lambda *given: None)
+    change = LineChange({"bf16": ""})
+    for words in (("torchrun", "a.py"), ("torchrun", "b.py"), ("torchrun", "a.py")):
+        CapturedLine(words, False, tmp_path, Line.console).capture(change)
+    assert folders[0] == folders[2] != folders[1]
+
+
+def test_an_error_of_the_figures_is_no_refusal():
+    def no_memory(programs):
+        raise UsageError("these programs recorded no memory")
+
+    trials = Trials(weigh(job(180)), Line(fractions), no_memory)
+    with pytest.raises(UsageError, match="recorded no memory"):
+        trials.first_that_fits(offloading())
+    assert not trials.refused
 
 
 # -- free N GiB -----------------------------------------------------------------------------------
