@@ -67,10 +67,14 @@ def footprint(
     for storage, part in _parts_of_storages(program).items():
         for block in state.live.get(storage, ()):
             part_bytes[part] += block.size
+    peak = needed(figures)
+    segments = figures["peak_reserved"]
+    # a calibration may know communicators and not the process, which then has nothing outside
+    communicators = min(figures.get("nccl") or 0, peak - segments)
     return Footprint(
-        peak=needed(figures),
-        segments=figures["peak_reserved"],
-        communicators=figures.get("nccl") or 0,
+        peak=peak,
+        segments=segments,
+        communicators=communicators,
         part_bytes=part_bytes,
         program=program,
         settings=settings,

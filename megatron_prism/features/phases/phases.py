@@ -187,11 +187,10 @@ class _Residence:
 
     def _reload(self, step: Reload) -> int:
         held = self._held
-        # all at once, as one pool: the segments are those of before
+        # all at once, as one pool: the segments are those that were copied
         if self._is_saved:
             self._is_saved = False
-            self.segments = held.segments
-            self.training_host = 0
+            self.segments, self.training_host = self.training_host, 0
         else:
             for part in step.parts:
                 if part in self._out:

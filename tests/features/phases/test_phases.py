@@ -8,8 +8,10 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Builder, Programs, save
 from megatron_prism.core.world import World
-from megatron_prism.features.phases.phases import phases
+from megatron_prism.features.phases.footprint import footprint
+from megatron_prism.features.phases.phases import follow, phases
 from megatron_prism.features.phases.steps import PARTS, Generate, Offload, Reload, Train, read_steps
+from megatron_prism.memory.allocator import Settings
 
 MIB = 1 << 20
 # multiples of the allocator's rounding of large segments
@@ -60,6 +62,26 @@ def test_copies_of_the_optimizer_are_12_bytes_a_parameter():
     (_, _, offload, reload_) = (None, *figures(steps))
     assert offload[2:] == (WEIGHTS + GRADIENTS, 12 * NUMBERS)
     assert reload_[2:] == (18 * NUMBERS, 0)
+
+
+def test_the_saver_takes_and_returns_the_segments_that_are_there():
+    """The cache of the iteration was given back with the copies."""
+    steps = [Train(), Offload("copies", ("optimizer",)), Reload(("optimizer",))]
+    steps += [Offload("torch_memory_saver"), Generate(0, 9 * MIB, 2, 0), Reload(), Train()]
+    rows = figures(steps)
+    assert rows[4] == ("generate", 9 * MIB, 0, 18 * NUMBERS)
+    assert rows[5] == ("reload", 18 * NUMBERS, 18 * NUMBERS, 0)
+    assert rows[6] == ("train", 18 * NUMBERS + ACTIVATIONS, 18 * NUMBERS + ACTIVATIONS, 0)
+
+
+@pytest.mark.parametrize(("outside", "freed"), [(0, 0), (3 * MIB, 3 * MIB), (9 * MIB, 5 * MIB)])
+def test_groups_give_back_no_more_than_is_outside_of_the_allocator(outside, freed):
+    (program,) = job().programs
+    reserved = 18 * NUMBERS + ACTIVATIONS
+    sizes = {"peak_reserved": reserved, "peak_device": reserved + outside, "nccl": 5 * MIB}
+    held = footprint(program, sizes, Settings())
+    (row,) = follow([Offload("torch_memory_saver", ends_groups=True)], held)
+    assert row.stays == outside - freed
 
 
 def test_gradients_are_not_copied():
