@@ -27,6 +27,11 @@ from megatron_prism.memory import allocator
 from megatron_prism.memory.job_peaks import first_program, peak_memory
 from megatron_prism.memory.nccl_buffers import DEFAULT
 
+PROVENANCE = (
+    "bytes of the engine are those of the file; parts that come back are assumed to need their "
+    "blocks alone; not held against a real job"
+)
+
 
 @dataclass(frozen=True)
 class PhaseFigures:
@@ -83,6 +88,7 @@ class Phases:
                 name: list(map(dataclasses.asdict, figures))
                 for name, figures in self.classes.items()
             },
+            "provenance": PROVENANCE,
         }
 
     def to_rows(self) -> list[dict[str, object]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_prism.core.columns import columns
+from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes
-from megatron_prism.features.phases.phases import Phases
+from megatron_prism.features.phases.phases import PROVENANCE, Phases
 
 
 def render_text(job: Phases) -> str:
@@ -25,6 +25,7 @@ def render_text(job: Phases) -> str:
         rows.append([*row, format_bytes(phase.host)])
     lines += columns(rows)
     lines.append("a rank's device; stays, on the host: when the phase is over")
+    lines += folded(PROVENANCE, 2)
     return "\n".join(lines) + "\n"
 
 

@@ -154,7 +154,7 @@ def _generate(value: object) -> Generate:
     if not set(value) <= {"weights", "cache", "sleep", "stays"}:
         fix = "generate: {weights: 15GiB, cache: 40GiB, sleep: 1}"
         raise UsageError(f"generate: {value}", fix=fix)
-    # an engine of which nothing else is said frees all that it takes
+    # without a level the engine frees its weights and its cache
     sleep = value.get("sleep", 2)
     if sleep not in (0, 1, 2):
         raise UsageError(f"there is no sleep level {sleep}", fix="sleep: 0, 1 or 2")

@@ -208,6 +208,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     (rows,) = answer["classes"].values()
     assert [row["name"] for row in rows] == ["train", "offload", "generate", "reload"]
     assert rows[2]["peak"] == 3 << 30
+    assert "not held against a real job" in answer["provenance"]
     assert cli.main([*words, "--limit", "2GiB"]) == 1
-    assert "generate" in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert "generate" in text
+    assert answer["provenance"] in text
     assert cli.main(words) == 2
