@@ -92,7 +92,7 @@ class Comparison:
         scale: What else changes then.
         rates: Tokens and flops per second of each, as ``prism replay`` says them.
         speeds: Tokens per second of both; none where one does not say how many it has.
-        cost: Of tokens of both; None without prices, or where one does not say how many it has.
+        cost: Of tokens of both; None without prices.
         headlines: What to say first of the iteration of each; none where one of them has no times.
     """
 
@@ -217,16 +217,26 @@ def compare(
         A Comparison; of traces and snapshots an answer with the same ways out (``to_text``, …).
 
     Raises:
-        UsageError: Something that cannot be compared with the other.
+        UsageError: Something that cannot be compared with the other, or prices where a job does
+            not say its tokens or times.
     """
     priced = pricer(machine, calibration)
     for module in feature.modules("comparers"):
         for comparer in module.COMPARERS:
             if comparer.accepts(a, b):
+                # files of a real job say neither tokens nor what is unknown of their times
+                if prices is not None:
+                    raise _no_cost()
                 return comparer.compare(a, b, priced)
     if not (isinstance(a, JOB_TYPES) and isinstance(b, JOB_TYPES)):
         raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
     return _jobs((a, b), names, priced, prices)
+
+
+def _no_cost() -> UsageError:
+    """Make the error of prices beside something of which tokens have no cost."""
+    message = "a job does not say its tokens or times, so they have no cost"
+    return UsageError(message, fix="leave --price out")
 
 
 def _jobs(
@@ -245,6 +255,8 @@ def _jobs(
         untimed = error.message
     if not untimed and len(graphs) < 2:
         untimed = "a report of memory has no times"
+    if untimed and prices is not None:
+        raise _no_cost()
     # memory, sizes and ops are those of the what-ifs too
     as_asked = [job.graph.programs if isinstance(job, PricedGraph) else job for job in jobs]
     memory = _memory(as_asked)
@@ -287,8 +299,11 @@ def _with_times(
     rates = (rates_of(a.timeline), rates_of(b.timeline))
     speeds = _speeds(timelines, rates, estimates, own_error)
     cost = None
-    if prices is not None and speeds:
-        cost = token_cost(timelines, prices, estimates, own_error)
+    if prices is not None:
+        if not speeds:
+            raise _no_cost()
+        _, of_a_gpu = speeds
+        cost = token_cost(timelines, (of_a_gpu.a, of_a_gpu.b), prices, estimates, own_error)
 
     # what the iterations are made of
     parts_of_a = _mean_parts(a.timeline)
@@ -336,7 +351,7 @@ def _speeds(
         own_error: As of ``differences.difference``.
 
     Returns:
-        None where one of them does not say its tokens.
+        The job's, then that of a GPU; none where one of them does not say its tokens.
     """
     tokens_a, tokens_b = (tokens_of(timeline.graph.programs) for timeline in timelines)
     rate_a, rate_b = (job_rates.tokens_per_s.value for job_rates in rates)

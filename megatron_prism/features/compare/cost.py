@@ -33,6 +33,7 @@ class TokenCost:
 
 def token_cost(
     timelines: tuple[Timeline, Timeline],
+    tokens_per_gpu_s: tuple[float, float],
     prices: tuple[float, float],
     estimates: Sequence[UncertainTime],
     own_error: float,
@@ -41,20 +42,17 @@ def token_cost(
 
     Args:
         timelines: Of both.
+        tokens_per_gpu_s: Tokens that a GPU of each trains a second.
         prices: Of a GPU of each for an hour.
         estimates: Of their iterations.
         own_error: As of ``differences.difference``.
     """
     uncertain_costs: list[UncertainTime] = []
-    costs: list[float] = []
     for timeline, estimate, price in zip(timelines, estimates, prices, strict=True):
         programs = timeline.graph.programs
-        gpus = programs.world.size
-        tokens = tokens_of(programs)
-        iteration_s = timeline.iteration_ns / 1e9
-        tokens_per_gpu_s = tokens / iteration_s / gpus
-        costs.append(cost_of_tokens(tokens_per_gpu_s, price))
-        uncertain_costs.append(estimate.scaled(price * gpus / tokens))
-    cost_a, cost_b = uncertain_costs
-    difference = differences.difference(cost_a, cost_b, own_error)
-    return TokenCost(prices, costs[0], costs[1], difference.first_faster)
+        tokens_of_gpu = tokens_of(programs) / programs.world.size
+        uncertain_costs.append(estimate.scaled(price / tokens_of_gpu))
+    uncertain_a, uncertain_b = uncertain_costs
+    difference = differences.difference(uncertain_a, uncertain_b, own_error)
+    cost_a, cost_b = map(cost_of_tokens, tokens_per_gpu_s, prices)
+    return TokenCost(prices, cost_a, cost_b, difference.first_faster)

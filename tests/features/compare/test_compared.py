@@ -1,5 +1,6 @@
 """What ``prism compare`` says of a side is what ``prism replay`` and ``prism fit`` say of it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,8 @@ from helpers.metamorphic import JOBS, MACHINE, STORED, about, answer, fresh, sto
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.cli import what_ifs
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program import save
 from megatron_prism.features.compare.compare import compare
 from megatron_prism.memory.job_peaks import needed, peak_memory
 from megatron_prism.replay.priced_graph import WhatIf, price
@@ -92,8 +95,6 @@ def test_tokens_decide_only_where_they_differ(job):
 
 
 def test_a_job_that_does_not_say_its_tokens_is_not_called_faster():
-    import dataclasses
-
     programs = stored("dense_pp2")
     source = {key: text for key, text in programs.source.items() if "tokens" not in key}
     silent = dataclasses.replace(programs, source=source)
@@ -119,6 +120,25 @@ def test_a_price_says_what_tokens_cost():
     assert f"cost of 10^9 tokens {one.cost.a:,.2f} {one.cost.b:,.2f}" in text
     assert "by cost of tokens: A is cheaper" in text
     assert compare(programs, moved, machine="h100").cost is None
+
+
+def test_a_price_without_tokens_or_times_is_refused(tmp_path, capsys):
+    programs = stored("dense_pp2")
+    source = {key: text for key, text in programs.source.items() if "tokens" not in key}
+    silent = dataclasses.replace(programs, source=source)
+    report = peak_memory(programs)
+    for a, b in ((silent, programs), (report, programs)):
+        with pytest.raises(UsageError, match="so they have no cost"):
+            compare(a, b, machine="h100", prices=(2.0, 2.0))
+    # traces of a real job, and its slices
+    trace = tmp_path / "rank0.json"
+    trace.write_text("{}")
+    with pytest.raises(UsageError, match="so they have no cost"):
+        compare([str(trace)], programs, machine="h100", prices=(2.0, 2.0))
+    save(silent, tmp_path / "silent.prism")
+    words = ["compare", str(tmp_path / "silent.prism"), str(STORED / "dense_pp2")]
+    assert cli.main([*words, "--machine", "h100", "--price", "2.5"]) == 2
+    assert "fix: leave --price out" in capsys.readouterr().err
 
 
 def test_one_price_is_that_of_both_jobs(capsys):
