@@ -22,7 +22,7 @@ def warn_absent(programs: Programs) -> None:
         print(f"prism: ranks {ranks} are left out: their stages have no slice", file=sys.stderr)
 
 
-def limit_of(limit: str | None, headroom: int | None) -> int | None:
+def limit_of(limit: str | None, headroom: int | None = None) -> int | None:
     """Return the bytes of a limit that headroom leaves; None without a limit.
 
     Args:
@@ -32,26 +32,14 @@ def limit_of(limit: str | None, headroom: int | None) -> int | None:
     Raises:
         UsageError: it leaves nothing, or there is no limit to take it from.
     """
-    from megatron_prism.replay.costs.machine import device_limit
+    from megatron_prism.replay.costs.machine import usable_memory
 
     if limit is None:
         if headroom:
             raise UsageError("headroom is taken from a limit", fix="--limit 80GB --headroom 4GiB")
         return None
-    num_bytes, _ = device_limit(limit)
-    return less_headroom(num_bytes, headroom or 0)
-
-
-def less_headroom(limit: int, headroom: int) -> int:
-    """Return what headroom leaves of a limit; UsageError if that is nothing.
-
-    Args:
-        limit: bytes of device memory.
-        headroom: bytes that stay free.
-    """
-    if headroom >= max(limit, 1):
-        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
-    return limit - headroom
+    num_bytes, _ = usable_memory(limit, headroom=headroom or 0)
+    return num_bytes
 
 
 def draws_of(args: argparse.Namespace) -> Draws | None:

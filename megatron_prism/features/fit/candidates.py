@@ -10,8 +10,10 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from megatron_prism.core.world import World
+if TYPE_CHECKING:
+    from megatron_prism.core.world import World
 
 JOB_FLAGS = "--prism-job-flags"  # its value stands behind the job's own arguments
 _FRACTIONS = 20  # steps of the part of the optimizer that is offloaded

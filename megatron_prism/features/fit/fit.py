@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.cli.memory_arguments import less_headroom
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program, Programs
@@ -30,7 +29,7 @@ from megatron_prism.memory.host_need import HostNeed, host_need
 from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, needed, peak_memory
 from megatron_prism.memory.nccl_buffers import DEFAULT
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, table_of
-from megatron_prism.replay.costs.machine import Machine, device_limit
+from megatron_prism.replay.costs.machine import Machine, usable_memory
 from megatron_prism.replay.headline import Headline, headline
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
 from megatron_prism.replay.timeline import durations_of
@@ -173,17 +172,13 @@ class Fit:
     def to_rows(self) -> list[dict[str, object]]:
         """A row for every class; bytes."""
         beyond = {*self.overruns, *self.at_risk, *self.overruns_beside}
-        return [
-            {
-                **row,
-                "needs": needed(figures),
-                "limit": self.limit,
-                "fits": None if self.free else name not in beyond,
-            }
-            for row, (name, figures) in zip(
-                self.memory.to_rows(), self.memory.classes.items(), strict=True
-            )
-        ]
+        rows = self.memory.to_rows()
+        for row, (name, figures) in zip(rows, self.memory.classes.items(), strict=True):
+            row["needs"] = needed(figures)
+            row["limit"] = self.limit
+            # nobody asks whether a job fits that shall need less
+            row["fits"] = None if self.free else name not in beyond
+        return rows
 
     def to_json(self) -> dict[str, object]:
         """What ``prism fit --json`` prints; bytes and ns.
@@ -191,26 +186,36 @@ class Fit:
         Where memory is to be freed, nobody asks whether the job fits: it is whether changes free
         enough.
         """
-        host = self.host
+        fits: bool | None = self.fits
+        frees_enough: bool | None = None
+        if self.free:
+            fits, frees_enough = None, self.frees_enough
+        main_headline = None
+        if self.headline is not None:
+            main_headline = dataclasses.asdict(self.headline)
+        of_host = {}
+        if self.host is not None:
+            of_host["host"] = vars(self.host)
+        of_sections = {section.name: section.to_json() for section in self.sections}
         return {
             "schema": "prism.fit/1",
-            "fits": None if self.free else self.fits,
-            "frees_enough": self.frees_enough if self.free else None,
+            "fits": fits,
+            "frees_enough": frees_enough,
             "limit": self.limit,
             "limit_source": self.limit_source,
             "worst": self.worst,
             "over": self.over,
             "iteration_ns": self.iteration_ns,
-            "headline": None if self.headline is None else dataclasses.asdict(self.headline),
+            "headline": main_headline,
             "what_if": self.what_if,
             "classes": dict(self.memory.classes),
-            **({} if host is None else {"host": vars(host)}),
-            "overruns": {name: vars(one) for name, one in self.shown_overruns.items()},
+            **of_host,
+            "overruns": {name: vars(overrun) for name, overrun in self.shown_overruns.items()},
             "risks": {name: vars(risk) for name, risk in self.risks.items()},
             "free": self.free,
-            "changes": [vars(one) for one in self.changes],
+            "changes": [vars(change) for change in self.changes],
             "refused_changes": dict(self.refused),
-            **{section.name: section.to_json() for section in self.sections},
+            **of_sections,
             "provenance": self.memory.provenance,
         }
 
@@ -275,17 +280,16 @@ def fit(
     if priced is not None:
         machine_of_job = priced.machine
     if free:
-        most, source = _limit_that_frees(free, needs)
+        most, source = _limit_that_frees(free + headroom, needs)
     else:
-        most, source = _limit(limit, machine_of_job)
-    most = less_headroom(most, headroom)
+        most, source = usable_memory(limit, machine_of_job, headroom)
     settings = allocator.Settings.parse(alloc_conf)
     of = {name: first_program(programs, one) for name, one in memory.classes.items()}
-    overruns = {
-        name: _overrun(of[name], most - need + memory.classes[name]["peak_reserved"], settings)
-        for name, need in needs.items()
-        if need > most
-    }
+    overruns: dict[str, Overrun] = {}
+    for name, need in needs.items():
+        if need > most:
+            beside_segments = need - memory.classes[name]["peak_reserved"]
+            overruns[name] = _overrun(of[name], most - beside_segments, settings)
     worst = max(needs, key=needs.__getitem__)
     times = {}  # class -> what its ops take, where the job could be priced
     if priced is not None:
@@ -343,18 +347,6 @@ def _priced(
         if is_asked:
             raise
     return job, None
-
-
-def _limit(asked: int | str | None, machine: Machine | None) -> tuple[int, str]:
-    """(bytes, whose they are)."""
-    if isinstance(asked, int):
-        return asked, ""
-    if asked is not None:
-        return device_limit(asked, machine)
-    if machine is None or not machine.device_memory:
-        name = "the job's machine" if machine is None else machine.name
-        raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
-    return machine.device_memory, machine.name
 
 
 def _limit_that_frees(free: int, needs: Mapping[str, int]) -> tuple[int, str]:

@@ -27,7 +27,8 @@ from megatron_prism.cli.command import (
 from megatron_prism.cli.memory_arguments import draws_of, limit_of, warn_absent
 from megatron_prism.cli.output import Answer, check_outputs, exact
 from megatron_prism.core.columns import folded
-from megatron_prism.core.errors import refuse
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import counted
 from megatron_prism.features.snapshots.files import snapshots
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ _SHOWN = 8  # origins of a growth
 def describe(change: Change) -> str:
     """A few lines about one class."""
     head = f"{change.name} (ranks {change.ranks}): {change.what}"
-    before, after = exact(change.before or 0), exact(change.after or 0)
-    grown = (change.after or 0) - (change.before or 0)
+    bytes_before = change.before or 0
+    bytes_after = change.after or 0
+    before, after = exact(bytes_before), exact(bytes_after)
+    grown = bytes_after - bytes_before
     match change.what:
         case "appeared":
             return f"{head}: {after}, and the baseline has no such class"
@@ -63,9 +66,12 @@ def describe(change: Change) -> str:
     if change.moved:
         lines.append(f"  peak moved: {change.moved}")
     if change.by_kind:
-        lines.append("  " + ", ".join(f"{k} {v:+,} B" for k, v in change.by_kind.items()))
-    for g in sorted(change.origins, key=lambda g: -abs(g.num_bytes))[:_SHOWN]:
-        lines.append(f"  {g.num_bytes:+15,} B  {g.kind:5}  {g.site or '?'}  {g.module}")
+        kinds = [f"{kind} {num_bytes:+,} B" for kind, num_bytes in change.by_kind.items()]
+        lines.append("  " + ", ".join(kinds))
+    largest_first = sorted(change.origins, key=lambda origin: -abs(origin.num_bytes))
+    for origin in largest_first[:_SHOWN]:
+        site = origin.site or "?"
+        lines.append(f"  {origin.num_bytes:+15,} B  {origin.kind:5}  {site}  {origin.module}")
     return "\n".join(lines)
 
 
@@ -88,31 +94,25 @@ def memory(args: argparse.Namespace) -> Answer:
     context, libraries and NCCL (default h200), a file of benchmarks/tools/device_memory.py, or
     none.
     """
-    record = args.action == "record"
-    fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
-    refuse(
-        (
-            snapshots(args.programs),
-            f"{args.programs} is a snapshot, which says nothing of other ranks",
-            f"prism memory record SLICES --real {args.programs} -o memory.json",
-        ),
-        (
-            args.out and not record,
-            f"-o has no effect on memory {args.action}",
-            "prism memory record",
-        ),
-        (
-            args.real and not record,
-            f"--real has no effect on memory {args.action}",
-            "prism memory record",
-        ),
-        (not record and not args.baseline, f"prism memory {args.action} needs a baseline", fix),
-        (record and not args.out, "a baseline needs a file to write", "-o FILE.json"),
-    )
-    return _record(args) if record else _compare(args)
+    if snapshots(args.programs):
+        message = f"{args.programs} is a snapshot, which says nothing of other ranks"
+        raise UsageError(
+            message, fix=f"prism memory record SLICES --real {args.programs} -o memory.json"
+        )
+    if args.action == "record":
+        return _record(args)
+    for flag, value in (("-o", args.out), ("--real", args.real)):
+        if value:
+            message = f"{flag} has no effect on memory {args.action}"
+            raise UsageError(message, fix="prism memory record")
+    if not args.baseline:
+        fix = f"prism memory {args.action} {args.programs} --baseline FILE, or prism fit"
+        raise UsageError(f"prism memory {args.action} needs a baseline", fix=fix)
+    return _compare(args)
 
 
 def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
+    """Measure the memory of the slices, beside real snapshots of the same job."""
     from megatron_prism.core.slices import open_programs
     from megatron_prism.features.guard import baseline
     from megatron_prism.features.snapshots import snapshot
@@ -120,26 +120,29 @@ def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
 
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)
-    known = None if args.device == "none" else args.device
-    report = job_peaks.peak_memory(programs, alloc_conf=alloc, device=known, draws=draws_of(args))
-    for path in (one for given in args.real or () for one in snapshots(given)):
-        taken = snapshot.read(path)
-        baseline.add_real(
-            report, programs.world, taken.rank, peaks.known_peak(taken.program).num_bytes
-        )
+    device = None if args.device == "none" else args.device
+    report = job_peaks.peak_memory(programs, alloc_conf=alloc, device=device, draws=draws_of(args))
+    for path_or_folder in args.real or ():
+        for path in snapshots(path_or_folder):
+            real = snapshot.read(path)
+            real_peak = peaks.known_peak(real.program)
+            baseline.add_real(report, programs.world, real.rank, real_peak.num_bytes)
     return report
 
 
 def _record(args: argparse.Namespace) -> Answer:
+    """Write a baseline."""
     from megatron_prism.features.guard import baseline
 
+    if not args.out:
+        raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
     check_outputs([Path(args.out)], args.force, [args.programs])
-    after = _measure(args, args.alloc or "")
-    path = baseline.save(after, args.out, force=args.force)
+    report = _measure(args, args.alloc or "")
+    path = baseline.save(report, args.out, force=args.force)
     return Answer(
         lambda: json.loads(path.read_text(encoding="utf-8")),
-        lambda: print(f"{after.to_text()}wrote {args.out}"),
-        after.to_rows,
+        lambda: print(f"{report.to_text()}wrote {args.out}"),
+        report.to_rows,
     )
 
 
@@ -148,52 +151,75 @@ def _compare(args: argparse.Namespace) -> Answer:
     from megatron_prism.features.guard import baseline
     from megatron_prism.memory import peak_changes
 
-    check = args.action == "check"
-    limit = limit_of(args.limit, args.headroom) if check else None
+    # what an update writes is the next bound: nothing is tolerated, and any job is taken
+    is_check = args.action == "check"
+    tolerance = 0
+    limit = None
+    leak = peak_changes.LEAK
+    if is_check:
+        tolerance = args.tol
+        limit = limit_of(args.limit, args.headroom)
+        if args.leak is not None:
+            leak = args.leak
+
     before = baseline.load(args.baseline)  # a file that is no baseline is not replaced
     after = _measure(args, before.job.get("alloc_conf", ""))
-    leak = peak_changes.LEAK if args.leak is None or not check else args.leak
     changes = peak_changes.compare(
         before,
         after,
-        tol_bytes=args.tol if check else 0,
+        tol_bytes=tolerance,
         limit=limit,
         leak_bytes=leak,
-        any_job=not check,
+        any_job=not is_check,
     )
-    failed = [change for change in changes if change.fails]
-    rows = [asdict(change) | {"fails": change.fails} for change in changes]
-    value = {
-        "schema": "prism.memory_changes/1",
-        "against": str(args.baseline),
-        "failures": len(failed),
-        "changes": rows,
-    }
-    if not check:
+    if not is_check:
         baseline.save(after, args.baseline, force=True)
-    known = all(one.get("peak_device") is not None for one in after.classes.values())
-    over = any(change.what == "over" for change in changes)
+    failures = sum(change.fails for change in changes)
+    is_over = any(change.what == "over" for change in changes)
+
+    def rows() -> list[dict[str, object]]:
+        return [{**asdict(change), "fails": change.fails} for change in changes]
+
+    def value() -> dict[str, object]:
+        return {
+            "schema": "prism.memory_changes/1",
+            "against": str(args.baseline),
+            "failures": failures,
+            "changes": rows(),
+        }
 
     def page() -> None:
-        _print(args, changes)
-        if not check:
+        _print_changes(args.baseline, changes, failures)
+        if not is_check:
             print(f"updated {args.baseline}")
-        elif limit is not None and not over:
-            what = "device bytes" if known else "reserved bytes only, device is unknown"
-            print(f"every class fits into {exact(limit)} ({what}, modelled)")
+        elif limit is not None and not is_over:
+            print(f"every class fits into {exact(limit)} ({_held(after)}, modelled)")
 
-    words = f"prism fit {args.programs} --limit {args.limit}" if over else ""
-    return Answer(lambda: value, page, lambda: rows, words, int(check and bool(failed)))
+    next_command = ""
+    if is_over:
+        next_command = f"prism fit {args.programs} --limit {args.limit}"
+    status = int(is_check and failures > 0)
+    return Answer(value, page, rows, next_command, status)
 
 
-def _print(args: argparse.Namespace, changes: list[Change]) -> None:
-    failed = [change for change in changes if change.fails]
+def _held(report: MemoryReport) -> str:
+    """Say which bytes are held against a limit."""
+    for figures in report.classes.values():
+        if figures.get("peak_device") is None:
+            return "reserved bytes only, device is unknown"
+    return "device bytes"
+
+
+def _print_changes(baseline_file: str, changes: list[Change], failures: int) -> None:
     for change in changes:
         if change.what != "same":
             print(*folded(describe(change)), sep="\n")
-    if any(change.what == "shrunk" for change in changes) and not failed:
-        print(f"smaller than {args.baseline}: prism memory update keeps it that way")
-    print(f"{len(failed)} failure{'s'[len(failed) == 1 :]}" if failed else "no class grew")
+    if failures:
+        print(counted(failures, "failure"))
+        return
+    if any(change.what == "shrunk" for change in changes):
+        print(f"smaller than {baseline_file}: prism memory update keeps it that way")
+    print("no class grew")
 
 
 COMMANDS = {

@@ -19,6 +19,7 @@ from megatron_prism.cli.command import (
     option,
     settings,
 )
+from megatron_prism.cli.memory_arguments import limit_of
 from megatron_prism.cli.output import Answer, console, write_outputs
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
@@ -49,7 +50,6 @@ def sweep(args: argparse.Namespace) -> Answer:
     status 1: no point can run.
     """
     from megatron_prism.features.sweep.sweep import sweep as run
-    from megatron_prism.replay.costs.machine import device_limit
 
     given, job = list(args.settings), args.recipe
     if args.job:
@@ -59,7 +59,7 @@ def sweep(args: argparse.Namespace) -> Answer:
         raise UsageError("a sweep of what?", fix=fix)
     how = _own(args)
     if args.limit is not None:
-        how["limit"] = device_limit(args.limit)[0]
+        how["limit"] = limit_of(args.limit)
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
     talk = console(stderr=True)

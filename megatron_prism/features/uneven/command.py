@@ -18,6 +18,7 @@ from megatron_prism.cli.command import (
     HelpGroup,
     settings,
 )
+from megatron_prism.cli.memory_arguments import limit_of
 from megatron_prism.cli.output import Answer
 from megatron_prism.core.errors import UsageError
 from megatron_prism.features.uneven.kinds import InputKind
@@ -134,11 +135,8 @@ def _answer(decisive: IterationOutcome) -> Answer:
 def _answer_of_run(args: argparse.Namespace, sources: Sources, batches: Batches) -> Answer:
     """Write what comes of the samples of a run."""
     from megatron_prism.features.uneven import drawn
-    from megatron_prism.replay.costs.machine import device_limit
 
-    limit = 0
-    if args.limit is not None:
-        limit, _ = device_limit(args.limit)
+    limit = limit_of(args.limit) or 0
     run = drawn.examine_run(sources, batches, args.machine, args.calibration, limit)
     stopping = _answer(run.calls)
     # what stops the job comes before how long its steps take

@@ -129,6 +129,33 @@ def device_limit(text: str, own: Machine | None = None) -> tuple[int, str]:
     return num_bytes, ""
 
 
+def usable_memory(
+    limit: int | str | None, own: Machine | None = None, headroom: int = 0
+) -> tuple[int, str]:
+    """Return the bytes of device memory that a job may use, and whose they are.
+
+    Args:
+        limit: bytes, or as typed; None: what ``own`` has.
+        own: the machine of the job, if it is known.
+        headroom: bytes that stay free.
+
+    Raises:
+        UsageError: nobody says how much memory there is, or headroom leaves nothing of it.
+    """
+    if isinstance(limit, int):
+        num_bytes, source = limit, ""
+    elif limit is not None:
+        num_bytes, source = device_limit(limit, own)
+    elif own is not None and own.device_memory:
+        num_bytes, source = own.device_memory, own.name
+    else:
+        name = "the job's machine" if own is None else own.name
+        raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
+    if headroom >= max(num_bytes, 1):
+        raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
+    return num_bytes - headroom, source
+
+
 def with_nodes_of(found: Machine, world: World) -> Machine:
     """The machine with nodes of as many ranks as the launcher of ``world`` starts on each; NVLink
     joins as many hosts as before, and none of these gets more ranks than it has GPUs.
