@@ -100,13 +100,13 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
 
 def _read_directive(kind: str, line: str) -> tuple[dict[str, int], list[str]]:
     """({quantity: how many}, words that say so) of one directive of a scheduler ``kind``."""
-    if kind == "PJM":
-        counts = {_PJM[key]: int(value) for key, value in _PJM_COUNT.findall(line)}
-        return counts, [line] if counts else []
-    resources = _PBS.search(line)
-    if resources:
-        return _pbs_counts(resources), [resources[0]]
     try:
+        if kind == "PJM":
+            counts = {_PJM[key]: int(value) for key, value in _PJM_COUNT.findall(line)}
+            return counts, [line] if counts else []
+        resources = _PBS.search(line)
+        if resources:
+            return _pbs_counts(resources), [resources[0]]
         options, _ = split_options(BATCH, shlex.split(line))
         counts, sources, _ = numbers(BATCH, options, {})
     except ValueError:  # an open quote, or a number of more digits than Python converts

@@ -355,6 +355,9 @@ def test_what_nobody_can_know_is_asked_for_in_one_list(script, monkeypatch):
         ("#PJM -L node=2,elapse=1:00:00\n#PJM --mpi proc=8", "", (2, 8, None, None)),
         ("#$ -l rt_AF=2\n#$ -l h_rt=1:00:00", "", (2, 2, None, None)),
         (f"#SBATCH --nodes={5000 * '9'}", "", (None, None, None, None)),
+        (f"#PBS -l select={5000 * '9'}", "", (None, None, None, None)),
+        (f"#PBS -l select=1:ngpus={5000 * '9'}", "", (None, None, None, None)),
+        (f"#PJM -L node={5000 * '9'}", "", (None, None, None, None)),
         ("# nothing", "", (None, None, None, None)),
     ],
 )
