@@ -300,11 +300,13 @@ def _alike(world: World, captured: Sequence[Program]) -> list[int]:
     for program in captured:
         strings |= dict.fromkeys(program.strings)
         splits |= dict.fromkeys(program.splits)
+    all_strings = list(strings)
+    all_splits = list(splits)
     kinds = defaultdict[tuple[int, bytes], list[int]](list)
     for index, program in enumerate(captured):
         kind = -1 - index, b""  # like no other
         if len(captured) > 1 and shard.is_sharded(program):
-            columns = shard.without_shard(program).columns(list(strings), list(splits))
+            columns = shard.without_shard(program).columns(all_strings, all_splits)
             kind = world.coordinates(program.rank).pp, columns
         kinds[kind].append(index)
     representative = list(range(len(captured)))

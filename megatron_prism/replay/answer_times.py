@@ -215,23 +215,32 @@ def _carry(  # type: ignore[no-untyped-def]
                 cause[size + t] = causes[t]
                 weight[size + t] = weights[t] + held[node]
             size += count
-            # its floor: by all members, local ranks computing for no time
-            count = _gather(
-                a,
-                b,
-                before,
-                cut,
-                local,
-                0,
-                cause,
-                weight,
-                first,
-                length,
-                shift,
-                mark,
-                causes,
-                weights,
-            )
+        elif b - a == 1 and not cut[before[a]]:
+            # one predecessor: its terms, later by what the node takes
+            predecessor = before[a]
+            first[node] = first[predecessor]
+            length[node] = length[predecessor]
+            shift[node] = shift[predecessor] + held[node]
+            continue
+        # by all members, local ranks computing for no time: the largest of each cause
+        count = _gather(
+            a,
+            b,
+            before,
+            cut,
+            local,
+            0,
+            cause,
+            weight,
+            first,
+            length,
+            shift,
+            mark,
+            causes,
+            weights,
+        )
+        if cut[node]:
+            # the floor of an interaction
             for t in range(count):
                 weights[t] += held[node]
             number[node] = interactions
@@ -239,30 +248,7 @@ def _carry(  # type: ignore[no-untyped-def]
                 count, interactions, window, causes, weights, number, since, bounds
             )
             interactions += 1
-        elif b - a == 1 and not cut[before[a]]:
-            # one predecessor: its terms, later by what the node takes
-            predecessor = before[a]
-            first[node] = first[predecessor]
-            length[node] = length[predecessor]
-            shift[node] = shift[predecessor] + held[node]
         else:
-            # several: the largest of each cause, pruned
-            count = _gather(
-                a,
-                b,
-                before,
-                cut,
-                local,
-                0,
-                cause,
-                weight,
-                first,
-                length,
-                shift,
-                mark,
-                causes,
-                weights,
-            )
             count = _prune(count, causes, weights, number, since, bounds, window)
             first[node], length[node], shift[node] = size, count, held[node]
             for t in range(count):
