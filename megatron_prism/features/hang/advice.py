@@ -31,6 +31,8 @@ class _Deadline:
     Attributes:
         due_ns: The time.
         rank: The rank.
+        place: Place of the call among those of the rank: of calls that are due together the
+            first counts.
         entry: The call that waits.
     """
 

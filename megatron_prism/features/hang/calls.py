@@ -9,7 +9,7 @@ sequence numbers and times are columns.  Questions about all calls are answered 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, overload
 
@@ -136,6 +136,40 @@ class Calls(Sequence[Entry]):
         columns = np.array(rows, np.int64).reshape(-1, 5)
         return cls(tuple(index_of_part), *columns.T)
 
+    @classmethod
+    def of_columns(
+        cls,
+        parts: Iterable[CallPart],
+        part: NDArray[np.int64],
+        record: Integers,
+        seq: Integers,
+        calls: Integers,
+        created_ns: Integers,
+    ) -> Calls:
+        """Put columns together; arguments as the attributes.
+
+        Args:
+            parts: In any order.  Equal ones become one, and those of no call are left out.
+            part: Index in ``parts``, for each call.
+            record: Numbers of the records.
+            seq: Places among the group's collectives or messages.
+            calls: Collectives of the group up to each call.
+            created_ns: When the host asked for each call.
+        """
+        index_of_part: dict[CallPart, int] = {}
+        indices: list[int] = []
+        for call_part in parts:
+            indices.append(index_of_part.setdefault(call_part, len(index_of_part)))
+        merged_part = np.array(indices, np.int64)[part]
+        merged = cls(tuple(index_of_part), merged_part, record, seq, calls, created_ns)
+
+        # parts already stand in the order of their first calls
+        first_places = _first_places(merged_part, len(index_of_part))
+        is_in_order = (np.diff(first_places, append=len(merged_part)) > 0).all()
+        if is_in_order:
+            return merged
+        return merged.taken(np.arange(len(merged)))
+
     # -- a sequence of entries --------------------------------------------------------------------
     def __len__(self) -> int:
         return len(self.part)
@@ -176,12 +210,16 @@ class Calls(Sequence[Entry]):
         return Calls, (self.parts, *columns)
 
     def place_of(self, entry: Entry) -> int:
-        """Return the first place at which a call stands; -1 if it is not among these."""
+        """Return the first place at which a call stands.
+
+        Raises:
+            ValueError: It is not among these.
+        """
         is_like = (self.record == entry.record) & (self.seq == entry.seq)
         for place in np.flatnonzero(is_like).tolist():
             if self[place] == entry:
                 return int(place)
-        return -1
+        raise ValueError(f"record {entry.record} is not among these calls")
 
     # -- other sequences --------------------------------------------------------------------------
     def taken(self, places: Integers | Flags) -> Calls:
@@ -206,14 +244,9 @@ class Calls(Sequence[Entry]):
         if not entries:
             return self
         more = Calls.of(entries)
-        index_of_part = {part: index for index, part in enumerate(self.parts)}
-        indices: list[int] = []
-        for part in more.parts:
-            index = index_of_part.setdefault(part, len(index_of_part))
-            indices.append(index)
-        return Calls(
-            tuple(index_of_part),
-            np.concatenate([self.part, np.array(indices, np.int64)[more.part]]),
+        return Calls.of_columns(
+            (*self.parts, *more.parts),
+            np.concatenate([self.part, more.part + len(self.parts)]),
             np.concatenate([self.record, more.record]),
             np.concatenate([self.seq, more.seq]),
             np.concatenate([self.calls, more.calls]),
@@ -224,17 +257,18 @@ class Calls(Sequence[Entry]):
         """Return the calls with other parts: place -> its new part."""
         if not changed:
             return self
-        index_of_part = {part: index for index, part in enumerate(self.parts)}
-        part_indices = self.part.copy()
-        for place, part in changed.items():
-            part_indices[place] = index_of_part.setdefault(part, len(index_of_part))
-        changed_calls = replace(self, parts=tuple(index_of_part), part=part_indices)
-        return changed_calls.taken(np.arange(len(self)))
+        part = self.part.copy()
+        part[list(changed)] = np.arange(len(changed)) + len(self.parts)
+        return self._with_new_parts(part, (*self.parts, *changed.values()))
 
     def with_descriptions(self, described: Callable[[CallPart], str]) -> Calls:
         """Return the calls with other descriptions of their groups."""
         parts = [part._replace(desc=described(part)) for part in self.parts]
-        return replace(self, parts=tuple(parts))
+        return self._with_new_parts(self.part, parts)
+
+    def _with_new_parts(self, part: NDArray[np.int64], parts: Iterable[CallPart]) -> Calls:
+        """Return the calls with other parts, and the indices of these."""
+        return Calls.of_columns(parts, part, self.record, self.seq, self.calls, self.created_ns)
 
     # -- columns ----------------------------------------------------------------------------------
     def flags(self, condition: Callable[[CallPart], object]) -> Flags:
@@ -260,6 +294,11 @@ class Calls(Sequence[Entry]):
     def done(self) -> Flags:
         """Which calls are over."""
         return self.flags(lambda part: part.done)
+
+    @cached_property
+    def closes_batch(self) -> Flags:
+        """Which records close batches."""
+        return self.flags(lambda part: part.closes_batch)
 
     @cached_property
     def is_history(self) -> bool:

@@ -20,7 +20,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -32,7 +31,7 @@ from megatron_prism.core.foreign import bounded_memory
 from megatron_prism.features.hang import cut_json, recorded
 from megatron_prism.features.hang.calls import NO_CALLS, CallPart, Calls, Flags, Launch
 from megatron_prism.features.hang.log_lines import Differ
-from megatron_prism.features.hang.recorded import RawCall, RecordedCalls
+from megatron_prism.features.hang.recorded import LARGEST, Int64, RawCall, RecordedCalls
 
 UNNAMED = "a group without a name"  # desc of one that a log does not name
 
@@ -163,19 +162,14 @@ def calls_of(recorded_calls: RecordedCalls) -> Calls:
         seqs = np.where(is_message_of_call, recorded_calls.messages, recorded_calls.collectives)
 
     # calls of a group that was aborted and made again may read the same
-    index_of_part: dict[CallPart, int] = {}
-    indices: list[int] = []
-    for part in recorded_calls.parts:
-        indices.append(index_of_part.setdefault(part.call, len(index_of_part)))
-    calls = Calls(
-        tuple(index_of_part),
-        np.array(indices, np.int64)[recorded_calls.part],
+    return Calls.of_columns(
+        [part.call for part in recorded_calls.parts],
+        recorded_calls.part,
         recorded_calls.records,
         seqs,
         recorded_calls.collectives,
         recorded_calls.created_ns,
     )
-    return calls.taken(np.arange(len(calls)))
 
 
 def of_batches(calls: Calls, ended: Collection[str] = ()) -> Calls:
@@ -227,7 +221,7 @@ class _Batch:
 def _batches_of_group(calls: Calls, group: str) -> list[_Batch]:
     """Return the batches of a group whose closing records are there, in their order."""
     places: list[int] = calls.places(lambda part: part.group == group).tolist()
-    closes_batch = calls.flags(lambda part: part.closes_batch)[places].tolist()
+    closes_batch = calls.closes_batch[places].tolist()
     is_message = calls.pair[places].tolist()
     seqs = calls.seq[places].tolist()
     batches: list[_Batch] = []
@@ -313,7 +307,7 @@ def aborted(calls: RecordedCalls) -> list[int]:
     limits_ns: list[int] = []
     for index, part in enumerate(calls.parts):
         # longer than any clock: such a limit is never over
-        limits_ns.append(min(part.call.timeout_ms * 10**6, _LONGEST_NS))
+        limits_ns.append(min(part.call.timeout_ms * 10**6, LARGEST))
         if part.is_retired and part.is_nccl:
             parts_of_group[part.call.group].append(index)
     limit_ns = np.array(limits_ns, np.int64)[calls.part]
@@ -332,8 +326,6 @@ def aborted(calls: RecordedCalls) -> list[int]:
         places += of_group[first_aborted:].tolist()
     return places
 
-
-_LONGEST_NS = (1 << 63) - 1
 
 _ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?(?:\.gz)?$"
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})" + _ENDING)
@@ -601,21 +593,18 @@ def _ended_before_cut(value: Mapping[object, object], rank: int) -> Dump:
     return replace(dump, entries=ended, messages=NO_CALLS, is_cut=True)
 
 
-_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-
-
 _ANY_VERSION = "2.10"  # of a dump whose version stands behind its cut: all are read alike
 
 
 class _RawGroup(msgspec.Struct):
-    ranks: str | list[_Int] = ""
+    ranks: str | list[Int64] = ""
     desc: str | None = ""
 
 
 class _RawStatus(msgspec.Struct):
-    last_enqueued_collective: _Int | None = None
-    last_started_collective: _Int | None = None
-    last_completed_collective: _Int | None = None
+    last_enqueued_collective: Int64 | None = None
+    last_started_collective: Int64 | None = None
+    last_completed_collective: Int64 | None = None
 
 
 class _RawHead(msgspec.Struct):

@@ -400,7 +400,7 @@ def _elsewhere(
         state: The job.
         like: The call of a member.
         members: Ranks that made it.
-        candidates: CallsOfRanks that are in question; None: all.
+        candidates: Calls of ranks that are in question; None: all.
 
     Yields:
         The call of a sibling, and its records.

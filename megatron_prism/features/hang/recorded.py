@@ -28,9 +28,9 @@ from megatron_prism.features.hang.calls import CallPart, Integers
 
 T = TypeVar("T")
 
-_LARGEST = (1 << 63) - 1
-_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=_LARGEST)]
-_Sizes = tuple[tuple[_Int, ...], ...] | None
+LARGEST = (1 << 63) - 1
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=LARGEST)]
+_Sizes = tuple[tuple[Int64, ...], ...] | None
 _MOST_ITEMS = 1 << 24  # of the lists of all calls of a dump
 _TOO_MANY = f"it means more than {_MOST_ITEMS:,} items, written as aliases"
 _MANY = (list, tuple, set, frozenset)
@@ -44,6 +44,7 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 _NO_NUMBER = type(None)
 _FIRST = operator.itemgetter(0)
 _PLACE = operator.itemgetter("filename", "line")
+_SHARED_VALUES = operator.attrgetter("pg_id", "timeout_ms", *_SHARED)
 
 # the recorder's words that are no operation of ours -> the operation that they are
 _NAMES = {
@@ -65,10 +66,10 @@ class RawCall(msgspec.Struct, gc=False):
 
     process_group: tuple[str | int, str | int | None]
     profiling_name: str = ""
-    record_id: _Int | None = None
-    collective_seq_id: _Int | None = None
-    p2p_seq_id: _Int | None = None
-    pg_id: _Int | str | None = None
+    record_id: Int64 | None = None
+    collective_seq_id: Int64 | None = None
+    p2p_seq_id: Int64 | None = None
+    pg_id: Int64 | str | None = None
     input_sizes: _Sizes = None
     output_sizes: _Sizes = None
     input_dtypes: tuple[str, ...] | None = None
@@ -76,9 +77,9 @@ class RawCall(msgspec.Struct, gc=False):
     state: str | None = None
     retired: bool | int | None = None
     frames: object = None
-    timeout_ms: _Int | None = None
-    time_created_ns: _Int | None = None
-    time_discovered_completed_ns: _Int | None = None
+    timeout_ms: Int64 | None = None
+    time_created_ns: Int64 | None = None
+    time_discovered_completed_ns: Int64 | None = None
 
 
 class RecordedPart(NamedTuple):
@@ -222,11 +223,19 @@ def of_calls(calls: Sequence[RawCall]) -> RecordedCalls:
             unknown = range(len(calls))
         columns[key] = _numbers([getattr(call, key) for call in calls], unknown)
 
+    places = [_innermost(call.frames) for call in calls]
     index_of_part: dict[RecordedPart, int] = {}
+    index_of_key: dict[object, int] = {}
     indices: list[int] = []
-    for call in calls:
-        part = _new_part(call, call.pg_id, call.timeout_ms, _innermost(call.frames))
-        indices.append(index_of_part.setdefault(part, len(index_of_part)))
+    # most calls are like an earlier one: a part is read once for all calls with the same values
+    for values, place, call in zip(map(_SHARED_VALUES, calls), places, calls, strict=True):
+        call_key = (values, place)
+        index = index_of_key.get(call_key)
+        if index is None:
+            part = _new_part(call, call.pg_id, call.timeout_ms, place)
+            index = index_of_part.setdefault(part, len(index_of_part))
+            index_of_key[call_key] = index
+        indices.append(index)
     return _of_columns(list(index_of_part), indices, columns)
 
 
@@ -517,7 +526,7 @@ def _elements(sizes: _Sizes) -> tuple[int, ...]:
     counts = []
     for shape in sizes or ():
         count = math.prod(shape[:64])
-        if abs(count) > _LARGEST:
+        if abs(count) > LARGEST:
             count = -1
         counts.append(count)
     return tuple(counts)

@@ -488,7 +488,7 @@ class JobState:
         calls = self.dumps[rank].entries
         if not any(part.closes_batch for part in calls.parts):
             return calls
-        return calls.taken(calls.flags(lambda part: not part.closes_batch))
+        return calls.taken(~calls.closes_batch)
 
     def numbered(self, rank: int, desc: str) -> NumberedCalls:
         """Return the recorded collectives of ``rank`` in its groups of a description."""

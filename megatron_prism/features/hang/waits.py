@@ -391,18 +391,23 @@ def whom_calls_need(state: JobState, differ: Collection[Launch] = ()) -> dict[in
     """
     queues = {rank: _oldest_last(calls) for rank, calls in state.outstanding.items()}
     is_timed = _is_timed(state)
+    oldest_calls: dict[int, Entry] = {}
+    for rank, queue in queues.items():
+        if queue:
+            oldest_calls[rank] = state.outstanding[rank][queue[-1]]
     while True:
-        oldest_calls: dict[int, Entry] = {}
-        for rank, queue in queues.items():
-            if queue:
-                oldest_calls[rank] = state.outstanding[rank][queue[-1]]
         needs = _needs_of_running_calls(state, oldest_calls, differ, is_timed)
         _hold_rest_of_batches(state, oldest_calls, needs)
         ended = [rank for rank, needed in needs.items() if not needed]
         if not ended:
             return needs
         for rank in ended:
-            queues[rank].pop()
+            queue = queues[rank]
+            queue.pop()
+            if queue:
+                oldest_calls[rank] = state.outstanding[rank][queue[-1]]
+            else:
+                del oldest_calls[rank]
 
 
 def _oldest_last(calls: Calls) -> list[int]:

@@ -1,5 +1,6 @@
 """The work of a verdict grows with the calls in the dumps, not with their square."""
 
+import json
 import pickle
 import random
 import sys
@@ -7,8 +8,9 @@ import sys
 import pytest
 from helpers.dump_values import Dump
 
-from megatron_prism.features.hang import analyze, waits
-from megatron_prism.features.hang.dumps import DumpSet, of_value
+from megatron_prism.features.hang import analyze, recorded, waits
+from megatron_prism.features.hang.calls import Calls
+from megatron_prism.features.hang.dumps import DumpSet, of_value, parse
 from megatron_prism.features.hang.state import JobState
 
 STAGES = 2
@@ -114,3 +116,67 @@ def test_a_dump_goes_between_processes_as_columns():
     assert pickle.loads(pickle.dumps(few)) == few
     bytes_of_a_call = (len(pickle.dumps(many)) - len(pickle.dumps(few))) / 200
     assert bytes_of_a_call < 6 * 8 * 2  # six numbers, and messages are kept apart, too
+
+
+def test_a_call_of_a_json_dump_that_is_like_an_earlier_one_is_not_read_again(monkeypatch):
+    read = []
+    read_part = recorded._new_part
+
+    def counted(call, *rest):
+        read.append(call)
+        return read_part(call, *rest)
+
+    monkeypatch.setattr(recorded, "_new_part", counted)
+    dump = Dump({"mp": [0, 1]})
+    for _ in range(50):
+        dump.call("mp", "all_reduce", done=True)
+    dump.call("mp", "all_reduce")
+    of_json = parse(json.dumps(dump.value()).encode(), 0)
+    assert len(read) == 2
+    assert of_json == of_value(dump.value(), 0)
+
+
+def test_equal_parts_of_calls_become_one():
+    """Groups that a feature gives one description, and calls that follow, may read the same."""
+    dump = Dump({"mp": [0, 1], "dp": [0, 1]})
+    for group in ("mp", "dp", "mp"):
+        dump.call(group, "all_reduce")
+    calls = of_value(dump.value(), 0).entries
+    other_group = calls.with_parts({1: calls[0].part})
+    assert len(calls.parts) == 2
+    assert len(other_group.parts) == 1
+    assert len(calls.followed_by(list(calls)).parts) == 2
+    described = calls.followed_by([calls[0]._replace(desc="x")]).with_descriptions(lambda _: "y")
+    assert [part.group for part in described.parts] == [calls[0].group, calls[1].group]
+
+
+def test_the_place_of_a_call_of_another_rank_is_refused():
+    dump = Dump({"mp": [0, 1]})
+    dump.call("mp", "all_reduce")
+    calls = of_value(dump.value(), 0).entries
+    assert calls.place_of(calls[0]) == 0
+    with pytest.raises(ValueError, match="record 7 is not among these calls"):
+        calls.place_of(calls[0]._replace(record=7))
+
+
+def test_a_call_is_taken_out_of_its_columns_once_where_calls_end_one_by_one(monkeypatch):
+    """Ranks 0 and 2 may still run: all members made their calls.  Rank 1 waits for rank 3."""
+    taken = []
+    take = Calls.__getitem__
+
+    def counted(calls, place):
+        taken.append(place)
+        return take(calls, place)
+
+    monkeypatch.setattr(Calls, "__getitem__", counted)
+    dumps = {}
+    for rank in range(4):
+        dump = Dump({"dp": [rank % 2, rank % 2 + 2]})
+        for _ in range(0 if rank == 3 else 10):
+            dump.call("dp", "all_reduce")
+        dumps[rank] = of_value(dump.value(), rank)
+    state = JobState(DumpSet(dumps))
+    taken.clear()
+    assert waits.whom_calls_need(state) == {1: {3}}
+    # those of ranks 0 and 2, which end, and the one of rank 1 that waits
+    assert len(taken) == 2 * 10 + 1
