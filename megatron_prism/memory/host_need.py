@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_prism.core.program import Programs
 from megatron_prism.core.slices import HOST_MEMORY, WHAT_IF
+from megatron_prism.core.world import World
 
 _NODE = 8  # ranks of a host where nobody says how many
 _BYTES = re.compile(r"(?<!\S)(\d{1,9})=(\d{1,16})(?!\S)")
@@ -54,11 +55,16 @@ def host_need(programs: Programs) -> HostNeed | None:
     # each rank needs what the captured rank of its program needs
     place = programs.program_of
     of_rank = np.where(place < 0, 0, of_program[place])
-    size = programs.world.size
-    node_ranks = min(programs.world.gpus_per_node or _NODE, size)
-    of_node = np.add.reduceat(of_rank, np.arange(0, size, node_ranks))
+    node_bytes, node_ranks = most_of_a_node(programs.world, of_rank)
     resized = resized_replicas(programs.source)
-    return HostNeed(int(of_rank.max()), int(of_node.max()), node_ranks, resized)
+    return HostNeed(int(of_rank.max()), node_bytes, node_ranks, resized)
+
+
+def most_of_a_node(world: World, rank_bytes: np.ndarray) -> tuple[int, int]:
+    """Return the bytes of the host whose ranks need most, and how many ranks a host has."""
+    node_ranks = min(world.gpus_per_node or _NODE, world.size)
+    of_node = np.add.reduceat(rank_bytes, np.arange(0, world.size, node_ranks))
+    return int(of_node.max()), node_ranks
 
 
 def resized_replicas(source: Mapping[str, str]) -> str:

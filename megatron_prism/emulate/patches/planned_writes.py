@@ -8,13 +8,15 @@ rank writes to the host before the first byte is written, for --async-save and w
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from megatron_prism.memory.saved_bytes import SavedBytes
+from megatron_prism.memory.saved_bytes import Division, Holders, SavedBytes
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedBase
     from torch.distributed.checkpoint.planner import WriteItem
 
-# keys of states that a rank alone has: a distributed optimizer's, by buckets
-_OWN = "optimizer.distributed."
+# keys of states that a rank alone has: a distributed optimizer's, by buckets.  Where experts have
+# an optimizer of their own, keys of each have a prefix (optimizer/optimizer.py:1569 @0.19.0)
+_OWN = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
+_STATES = re.compile(r"(chained_\d+\.)?optimizer\.state\.")  # by parameter
+_EXPERTS = ".experts."  # of no shared expert, whose part is named shared_experts
 
 
 def planned_write(state_dict: dict[str, object], job: Namespace) -> SavedBytes:
@@ -40,22 +45,65 @@ def planned_write(state_dict: dict[str, object], job: Namespace) -> SavedBytes:
     shards, _ = save_preprocess(state_dict, False)
     # copies on other data-parallel ranks, too: with parallel saving all of these write a part
     by_key, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(shards, False)
+    written = {}
+    for key, shards_of_key in by_key.items():
+        written[key] = [shard for shard in shards_of_key if _may_write(shard)]
     expanded_bytes = _expanded_bytes(by_key)
-    items = _planned_items(strategies, by_key)
-    own_bytes = shared_bytes = 0
-    for item in items:
+    is_gathered = _is_gathered(job)
+    # each rank has whole states of some parameters (optimizer/layer_wise_optimizer.py @0.19.0)
+    is_layer_wise = getattr(job, "use_layer_wise_distributed_optimizer", False)
+    own_bytes = 0
+    counts = defaultdict[Holders, Counter[int]](Counter)
+    for item in _planned_items(strategies, {key: kept for key, kept in written.items() if kept}):
         num_bytes = _num_bytes(item)
-        if item.index.fqn.startswith(_OWN):
+        key = item.index.fqn
+        if _OWN.match(key) or (is_layer_wise and _STATES.match(key)):
             own_bytes += num_bytes
-        else:
-            shared_bytes += num_bytes
+        elif num_bytes:
+            counts[_holders(key, is_gathered)][num_bytes] += 1
     return SavedBytes(
         own=own_bytes,
-        shared=shared_bytes,
-        is_divided=bool(getattr(job, "ckpt_fully_parallel_save", False)),
+        shards=counts,
+        division=_division(job),
         is_async=_is_async(job),
         expanded=expanded_bytes,
     )
+
+
+def _may_write(shard: ShardedBase) -> bool:
+    """Return whether the rank or another of its data-parallel group writes the shard.
+
+    Of copies on other tensor-parallel ranks and stages (norms, tied embeddings) none of them does:
+    a replica's id is (stage, tensor-parallel rank, data-parallel rank).
+    """
+    replica = shard.replica_id
+    if isinstance(replica, int):
+        return True
+    return not any(replica[:-1])
+
+
+def _is_gathered(job: Namespace) -> bool:
+    """Return whether a distributed optimizer's states are gathered on the first rank alone."""
+    is_reshardable = getattr(job, "dist_ckpt_optim_fully_reshardable", False)
+    name = "distrib_optim_fully_reshardable_mem_efficient"
+    is_distributed = getattr(job, "use_distributed_optimizer", False)
+    return bool(is_distributed and is_reshardable and getattr(job, name, False))
+
+
+def _holders(key: str, is_gathered: bool) -> Holders:
+    """Return which ranks hold a tensor of a checkpoint."""
+    is_expert = _EXPERTS in key
+    if is_gathered and _STATES.match(key):
+        return Holders.FIRST_EXPERT if is_expert else Holders.FIRST_DENSE
+    return Holders.EXPERT if is_expert else Holders.DENSE
+
+
+def _division(job: Namespace) -> Division:
+    """Return which ranks divide what all of them hold (training/checkpointing.py:804 @0.19.0)."""
+    if not getattr(job, "ckpt_fully_parallel_save", False):
+        return Division.NONE
+    # releases before 0.17 have the data-parallel group alone
+    return Division(getattr(job, "ckpt_fully_parallel_save_process_group", "dp"))
 
 
 def _is_async(job: Namespace) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_prism.core.columns import columns, folded
-from megatron_prism.core.units import format_bytes
+from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.features.fit.section import JobMemory
 from megatron_prism.features.life.parts import AT_END, STEADY, LifeParts, lives
 from megatron_prism.memory import saved_bytes
@@ -127,8 +127,8 @@ def _difference(num_bytes: int) -> str:
 def _copies(saving: SavingNeed) -> str:
     """Say what a save takes of the host, and beyond its state dict of the device."""
     rank_bytes, node_bytes = format_bytes(saving.rank_bytes), format_bytes(saving.node_bytes)
-    text = f"saving copies {rank_bytes} to the host a rank, {node_bytes} a node of "
-    text += f"{saving.node_ranks}"
+    text = f"saving copies up to {rank_bytes} of a rank to its host, up to {node_bytes} of a node "
+    text += f"of {counted(saving.node_ranks, 'rank')}"
     if saving.is_async:
         text += "; the copies stay while the job trains on, until all is written"
     if saving.device_bytes:

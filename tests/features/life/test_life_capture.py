@@ -37,11 +37,11 @@ def prism(*words, folder):
     return done.stdout
 
 
-def answer_of(folder, *flags, ours=()):
+def answer_of(folder, *flags, ours=(), ranks=1):
     """What fit says of the job with these flags."""
     slices = folder / "slices"
     capture = ["capture", "-o", slices, "--prism-tier", "meta"]
-    capture += ["--prism-world-size", 1, *ours]
+    capture += ["--prism-world-size", ranks, *ours]
     prism(*capture, "--", SCRIPT, *JOB, *flags, folder=folder)
     return json.loads(prism("fit", slices, "--limit", "80GB", "--json", folder=folder))
 
@@ -89,3 +89,34 @@ def test_without_the_flag_a_capture_ends_with_its_iteration(tmp_path):
     assert parts["optimizer"]
     assert parts["evaluation"] is parts["checkpoint"] is parts["end"] is None
     assert parts["load"] is None
+
+
+@pytest.mark.parametrize(
+    "gathered",
+    [
+        [],
+        [
+            "--dist-ckpt-optim-fully-reshardable",
+            "--distrib-optim-fully-reshardable-mem-efficient",
+        ],
+    ],
+)
+def test_the_ranks_of_a_host_write_a_whole_checkpoint_of_experts(tmp_path, gathered):
+    """Experts have an optimizer of their own, and fewer replicas than the other layers."""
+    experts, width, ranks = 4, 32, 8
+    flags = ["--num-experts", experts, "--moe-ffn-hidden-size", width, "--disable-bias-linear"]
+    flags += ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--swiglu"]
+    flags += ["--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1]
+    flags += ["--moe-token-dispatcher-type", "alltoall", "--global-batch-size", ranks, *gathered]
+    flags += ["--save", tmp_path / "checkpoints", "--save-interval", 40]
+    saving = answer_of(tmp_path, *flags, ours=["--prism-life"], ranks=ranks)["saving"]
+    of_experts = LAYERS * experts * 3 * width * HIDDEN
+    # attention, router, two norms with biases; the last norm; tied embeddings
+    of_others = LAYERS * (4 * HIDDEN**2 + experts * HIDDEN + 4 * HIDDEN) + 2 * HIDDEN
+    of_others += (VOCABULARY + POSITIONS) * HIDDEN
+    parameters = of_experts + of_others
+    assert saving["node_ranks"] == ranks
+    assert saving["node_bytes"] / parameters == pytest.approx(WEIGHTS + STATES, rel=0.05)
+    if gathered:
+        # one of the two first ranks of the tensor-parallel group has half of the states
+        assert saving["rank_bytes"] > STATES * (of_others / 2 + of_experts / 2)

@@ -1,12 +1,14 @@
 """The parts of a process's life in the answer of fit: peaks, what decides, what does not fit."""
 
 import argparse
+import dataclasses
+import itertools
 import re
 
 import pytest
 
 from megatron_prism.core.program import Builder, Programs
-from megatron_prism.core.slices import ASSUMED_PARTS, MEMORY_PARTS, SAVED_BYTES
+from megatron_prism.core.slices import ASSUMED_PARTS, MEMORY_PARTS, SAVED_BYTES, WHAT_IF
 from megatron_prism.core.world import World
 from megatron_prism.features.fit.fit import fit
 from megatron_prism.features.life.ending import shorten
@@ -166,11 +168,13 @@ def writes(text, world=None, program_of=(0,)):
     return Programs(world or World(1), made.programs, list(program_of), source=source)
 
 
-DIVIDED = "own:100,shared:800,divided:1,async:1,expanded:0"
+DIVIDED = "own:100,dense:100x8,expert:,first_dense:,first_expert:,divided:dp,async:1,expanded:0"
+DENSE, EXPERT = saved_bytes.Holders.DENSE, saved_bytes.Holders.EXPERT
 
 
 def test_what_ranks_write_is_read_back():
-    written = saved_bytes.SavedBytes(7, 9, False, True, 3)
+    shards = {DENSE: {9: 1, 7: 20}, saved_bytes.Holders.FIRST_EXPERT: {5: 2}}
+    written = saved_bytes.SavedBytes(7, shards, saved_bytes.Division.NONE, True, 3)
     text = written.as_text()
     assert " " not in text
     assert saved_bytes.of_source({SAVED_BYTES: f"4={text}"}) == {4: written}
@@ -189,12 +193,85 @@ def test_ranks_of_a_group_divide_what_all_of_them_have():
     assert need.node_ranks == 8
 
 
+def test_whole_shards_are_divided():
+    """A vocabulary's rows are one shard, which a single rank writes."""
+    text = DIVIDED.replace("100x8", "10x4+1000x1")
+    need = saved_bytes.saving_need(writes(text, World(4), [0] * 4))
+    assert need.rank_bytes == 100 + 1000
+    assert need.node_bytes == 4 * 100 + 1000 + 40
+
+
 def test_without_parallel_saving_the_first_replica_writes_all():
-    text = DIVIDED.replace("divided:1", "divided:0")
+    text = DIVIDED.replace("divided:dp", "divided:none")
     need = saved_bytes.saving_need(writes(text, World(8, tp=2), [0] * 8))
     assert need.rank_bytes == 900
     # two tensor-parallel ranks of the first replica, and six others' own states
     assert need.node_bytes == 2 * 900 + 6 * 100
+    # of experts each rank of the first replica has others
+    text = text.replace("expert:,", "expert:50x2,", 1)
+    need = saved_bytes.saving_need(writes(text, World(8, tp=2, ep=2, etp=2), [0] * 8))
+    assert need.rank_bytes == 1000
+    assert need.node_bytes == 2 * 1000 + 2 * 200 + 4 * 100
+
+
+@pytest.mark.parametrize("division", ["dp", "ep_dp"])
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(16, tp=2, ep=4),
+        World(16, tp=2, ep=4, etp=1),
+        World(16, cp=2, pp=2, ep=2),
+        World(8, ep=8),
+    ],
+)
+def test_experts_are_divided_as_megatron_divides_them(world, division):
+    """Megatron's own groups and its own division of their shards."""
+    exchange = pytest.importorskip("megatron.core.dist_checkpointing.exchange_utils")
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    order = "tp-cp-ep-dp-pp"
+    dense = parallel_state.RankGenerator(
+        tp=world.tp, ep=1, dp=world.dp, pp=world.pp, cp=world.cp, order=order
+    ).get_ranks("dp-cp")
+    expert = parallel_state.RankGenerator(
+        tp=world.etp, ep=world.ep, dp=world.edp, pp=world.pp, cp=1, order=order
+    ).get_ranks("dp")
+    counts = {DENSE: {700: 3, 90: 6}, EXPERT: {400: 4, 30: 1}}
+    expected = [0] * world.size
+    for group in dense if division == "dp" else expert:
+        places_of_shard, size_of_shard = {}, {}
+        for place, rank in enumerate(group):
+            places_of_shard["own", rank], size_of_shard["own", rank] = [place], 100
+            for holders, replica_groups in ((DENSE, dense), (EXPERT, expert)):
+                first = next(replicas[0] for replicas in replica_groups if rank in replicas)
+                for size, number in itertools.product(counts[holders], range(6)):
+                    if first in group and number < counts[holders][size]:
+                        shard = (holders.value, 1000 * first + number + size / 1000)
+                        places_of_shard.setdefault(shard, []).append(place)
+                        size_of_shard[shard] = size
+        writer_of_shard = exchange.distribute_shards_to_ranks(
+            places_of_shard, size_of_shard, len(group), set()
+        )
+        for shard, place in writer_of_shard.items():
+            expected[group[place]] += size_of_shard[shard]
+    text = saved_bytes.SavedBytes(100, counts, saved_bytes.Division(division)).as_text()
+    need = saved_bytes.saving_need(writes(text, world, [0] * world.size))
+    assert need.rank_bytes == max(expected)
+    nodes = [sum(expected[start : start + 8]) for start in range(0, world.size, 8)]
+    assert need.node_bytes == max(nodes)
+
+
+def test_states_that_the_first_rank_gathers_are_not_divided():
+    text = DIVIDED.replace("first_dense:,", "first_dense:4000x2,")
+    need = saved_bytes.saving_need(writes(text, World(8, tp=2), [0] * 8))
+    assert need.rank_bytes == 100 + 8000
+    # the others of a group divide the rest
+    assert need.node_bytes == 8 * 100 + 2 * (8000 + 800)
+
+
+def test_what_is_written_is_not_known_with_another_number_of_replicas():
+    made = writes(DIVIDED, World(8, tp=2), [0] * 8)
+    source = {**made.source, WHAT_IF: "data-parallel 8 for 4: assumed"}
+    assert saved_bytes.saving_need(dataclasses.replace(made, source=source)) is None
 
 
 def test_the_answer_says_what_saving_takes_of_the_host():
@@ -202,7 +279,8 @@ def test_the_answer_says_what_saving_takes_of_the_host():
     saving = answered.to_json()["saving"]
     assert (saving["rank_bytes"], saving["is_async"]) == (900, True)
     text = " ".join(answered.to_text().split())
-    assert "saving copies 900 B to the host a rank, 900 B a node of 1; the copies stay" in text
+    sentence = "saving copies up to 900 B of a rank to its host, up to 900 B of a node of 1 rank"
+    assert f"{sentence}; the copies stay" in text
     assert "in bf16" not in text
     text = DIVIDED.replace("async:1,expanded:0", "async:0,expanded:2048")
     answered = fit(writes(text), limit=1 << 40, device=None)
