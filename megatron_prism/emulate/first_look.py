@@ -38,6 +38,7 @@ UNEVEN_STAGES = (  # arguments with which stages have unequal numbers of layers
 )
 _REFUSES = (AssertionError, ValueError, RuntimeError, NotImplementedError, UsageError)
 _NOTE_REFUSAL = "_prism_note_refusal"  # name in the changed function
+_MAKER = "_prism_make"  # name of what makes the changed function
 _MOST_FLAGS = 4  # that a fix names
 _MAKES_CONFIG = "core_transformer_config_from_args"  # of Megatron: the model's configuration
 _MODULES_OF_CONFIG = ("megatron.training.arguments", "megatron.training.argument_utils")
@@ -59,6 +60,7 @@ class FirstLook:
         self.known_options: Collection[str] = ()
         self.options_without_value: list[str] = []
         self.stand_ins: list[str] = []
+        self._placeholders: set[str] = set()  # arguments that the job lacks and has to have
 
     def check_data(self, args: argparse.Namespace) -> None:
         """Note a job without data, whose script reads Megatron's own data sets.
@@ -98,24 +100,45 @@ class FirstLook:
         """
 
         def note(error: Exception, flags_asked: str = "") -> None:
-            if not isinstance(error, _REFUSES):
-                if not len(self.obstacles):
-                    raise error
-                return  # it follows from what was refused before
-            self.obstacles.note(refusal(error, vars(namespace), flags_asked, self.known_options))
+            self._note(error, flags_asked, namespace)
 
         validated: object = namespace
         try:
-            validated = _going_on(validate_args, note)(namespace, *args, **kwargs)
+            validated = going_on(validate_args, note)(namespace, *args, **kwargs)
         except Exception as error:
             # after a refusal, what follows from it is none
             if not len(self.obstacles):
                 note(error)
+            self._check_sizes(namespace)
         else:
             self._check_sizes(namespace)
             self._check_config(namespace, note)
         self.finish()
         return validated
+
+    def _note(self, error: Exception, flags_asked: str, args: argparse.Namespace) -> None:
+        """Note an error of Megatron's validation, unless it follows from another one.
+
+        Args:
+            error: Megatron's.
+            flags_asked: names of the arguments that the condition reads.
+            args: of Megatron; one that the job lacks gets a value, so that the rest is read.
+
+        Raises:
+            Exception: ``error``, which refuses nothing and comes first.
+        """
+        if not isinstance(error, _REFUSES):
+            if not len(self.obstacles):
+                raise error
+            return  # it follows from what was refused before
+        names = _names_asked(error, flags_asked, vars(args), self.known_options)
+        if self._placeholders & set(names) or _repeats_batch(args, names):
+            return
+        self.obstacles.note(refusal(error, vars(args), flags_asked, self.known_options))
+        for name in names:
+            if getattr(args, name) is None:
+                self._placeholders.add(name)
+                setattr(args, name, 1)
 
     def _check_sizes(self, args: argparse.Namespace) -> None:
         """Note sizes that do not divide, which Megatron says when it builds the model, or later."""
@@ -155,6 +178,8 @@ class FirstLook:
             make_config = getattr(sys.modules.get(name), _MAKES_CONFIG, make_config)
         if make_config is None or not _reads(sys.argv[0], _MAKES_CONFIG):
             return
+        global notes_of_config
+        notes_of_config = note
         try:
             make_config(args)
         except UsageError as error:  # our refusal in place of Megatron's
@@ -164,6 +189,8 @@ class FirstLook:
             note(error)
         except Exception:  # what the script makes in another way
             return
+        finally:
+            notes_of_config = None
 
     def finish(self) -> None:
         """Raise what stops the job; a process that only looks tells it and ends.
@@ -181,6 +208,7 @@ class FirstLook:
         exit_status.leave(0)
 
 
+notes_of_config: Callable[..., None] | None = None  # get what configurations refuse
 current: FirstLook | None = None  # of the job whose arguments are read in this process
 
 
@@ -214,19 +242,40 @@ def _reads(script: str, name: str) -> bool:
 class _Refusals(ast.NodeTransformer):
     """Turn each refusal of a function into a note, after which the function goes on.
 
-    Refusals are assertions, and errors that are raised where nothing catches them.
+    Refusals are assertions, errors that are raised where nothing catches them, what functions
+    refuse that are called for that alone, and ends of the process.
     """
 
+    def __init__(self) -> None:
+        self._conditions: list[ast.expr] = []  # of the branches around a statement
+
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:  # noqa: N802 - a name of ast
-        return _noting(node, _flags_asked(node.test))
+        asked = _flags_asked(node.test)
+        # if args.fp16: assert not args.bf16
+        if node.msg is None and self._conditions:
+            asked = f"{asked} {_flags_asked(self._conditions[-1])}"
+        return _noting(node, asked)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.stmt:  # noqa: N802 - a name of ast
+        return _noting(node, "")
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:  # noqa: N802 - a name of ast
+        # _check_arg_is_not_none(args, name), arguments.py:1277 @0.19.0
+        if isinstance(node.value, ast.Call):
+            return _noting(node, "")
+        return node
 
     def visit_If(self, node: ast.If) -> ast.stmt:  # noqa: N802 - a name of ast
         # the condition of an error that is raised says which flags it is about
-        if len(node.body) == 1 and isinstance(node.body[0], ast.Raise):
-            node.body = [_noting(node.body[0], _flags_asked(node.test))]
-            node.orelse = [self.visit(statement) for statement in node.orelse]
-            return node
-        return self.generic_visit(node)  # type: ignore[return-value]
+        refusal = _refusal_of(node.body)
+        if refusal is not None:
+            node.body = [_noting(refusal, _flags_asked(node.test))]
+        else:
+            self._conditions.append(node.test)
+            node.body = [self.visit(statement) for statement in node.body]
+            self._conditions.pop()
+        node.orelse = [self.visit(statement) for statement in node.orelse]
+        return node
 
     def visit_Try(self, node: ast.Try) -> ast.stmt:  # noqa: N802 - a name of ast
         return node  # its own handlers may want the error
@@ -238,13 +287,37 @@ class _Refusals(ast.NodeTransformer):
         return node
 
 
+def _refusal_of(body: Sequence[ast.stmt]) -> ast.stmt | None:
+    """Return the refusal that a branch consists of, None where it does something else.
+
+    A branch that prints why and calls ``exit()`` refuses, too (arguments.py:586 @0.19.0).
+    """
+    last = body[-1]
+    if len(body) == 1 and isinstance(last, ast.Raise):
+        return last
+    if not (isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)):
+        return None
+    if ast.unparse(last.value.func) not in ("exit", "quit", "sys.exit"):
+        return None
+    printed: list[str] = []
+    for part in ast.walk(ast.Module(list(body), [])):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            printed.append(part.value)
+    message = " ".join(printed) or "Megatron ends here"
+    refusal = ast.parse(f"raise ValueError({message!r})").body[0]
+    for part in ast.walk(refusal):
+        ast.copy_location(part, last)
+    return refusal
+
+
 def _flags_asked(condition: ast.expr) -> str:
     """Return the arguments that a condition reads, by their names with spaces between."""
-    names = [
-        node.attr
-        for node in ast.walk(condition)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    ]
+    names = []
+    for node in ast.walk(condition):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names.append(node.attr)
+        elif isinstance(node, ast.Name):
+            names.append(node.id)
     return " ".join(dict.fromkeys(names))
 
 
@@ -259,7 +332,7 @@ def _noting(refusal: ast.stmt, flags_asked: str) -> ast.stmt:
     return wrapper
 
 
-def _going_on(
+def going_on(
     function: Callable[..., object], note: Callable[[Exception, str], None]
 ) -> Callable[..., object]:
     """Make a copy of a function that notes what it refuses, and goes on.
@@ -271,7 +344,11 @@ def _going_on(
     Returns:
         The copy; the function itself where its text is not known.
     """
-    if not isinstance(function, FunctionType) or function.__closure__:
+    if not isinstance(function, FunctionType):
+        return function
+    # a method that calls super() has its class beside its own names
+    beside = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+    if set(function.__code__.co_freevars) - {"__class__"}:
         return function
     try:
         lines, first_line = inspect.getsourcelines(function)
@@ -285,15 +362,17 @@ def _going_on(
     definition.body = [_Refusals().visit(statement) for statement in definition.body]
     # errors name the lines of the file
     ast.increment_lineno(tree, first_line - 1)
+    maker = ast.parse(f"def {_MAKER}(__class__):\n    return {definition.name}").body[0]
+    assert isinstance(maker, ast.FunctionDef)
+    maker.body.insert(0, definition)
+    tree.body = [maker]
     ast.fix_missing_locations(tree)
     code = compile(tree, function.__code__.co_filename, "exec")
 
     # the module's own names, which the copy may also set
     names = function.__globals__
-    before = names.get(function.__name__)
     exec(code, names)  # the text of Megatron that is about to run anyway
-    copied = names[function.__name__]
-    names[function.__name__] = before
+    copied = names.pop(_MAKER)(beside.get("__class__"))
     names[_NOTE_REFUSAL] = note
     assert callable(copied)
     return copied
@@ -318,17 +397,52 @@ def refusal(
     place = traceback.extract_tb(error.__traceback__)[-1]
     message = str(error) or place.line
     where = f"{Path(place.filename).name}:{place.lineno} of this Megatron"
-    words = [*flags_asked.split(), *re.findall(r"[a-z]\w+", str(error).replace("-", "_"))]
-    names = []
-    for name in dict.fromkeys(words):
-        if name in values and _option(name) in known_options:
-            names.append(name)
+    names = _names_asked(error, flags_asked, values, known_options)
     fix = _fix_of(names[:_MOST_FLAGS], values)
+    # assert args.micro_batch_size is not None
+    if len(names) == 1 and values[names[0]] is None and message and message.endswith("None"):
+        message = f"{_option(names[0])} is missing"
     if fix:
         fix = f"{fix} ({where})"
     else:
         fix = f"correct them: {where}"
     return UsageError(f"Megatron refuses the job's arguments: {message}", fix=fix)
+
+
+def _names_asked(
+    error: Exception,
+    flags_asked: str,
+    values: Mapping[str, object],
+    known_options: Collection[str],
+) -> list[str]:
+    """Return the names of the arguments that a refusal is about.
+
+    Args:
+        error: of Megatron, which may name them.
+        flags_asked: names that the condition reads.
+        values: of Megatron's arguments.
+        known_options: of Megatron's parser.
+    """
+    names = []
+    for word in [*flags_asked.split(), *re.findall(r"[a-z]\w+", str(error).replace("-", "_"))]:
+        # transformer_pipeline_model_parallel_size and encoder_seq_length are computed from the
+        # options without their first words
+        short = word.partition("_")[2]
+        is_short = values.get(word) is None and values.get(short, "") is None
+        for name in (short, word) if is_short else (word, short):
+            if name in values and _option(name) in known_options:
+                names.append(name)
+                break
+    return list(dict.fromkeys(names))
+
+
+def _repeats_batch(args: argparse.Namespace, names: Sequence[str]) -> bool:
+    """Tell whether a refusal is about a batch that is a copy of the global batch.
+
+    ``_check_sizes`` says what is wrong with that one.
+    """
+    name = "eval_global_batch_size"
+    return name in names and getattr(args, name, None) == getattr(args, "global_batch_size", None)
 
 
 def _option(name: str) -> str:
@@ -345,12 +459,15 @@ def _fix_of(names: Sequence[str], values: Mapping[str, object]) -> str:
     """
     added = [_option(name) for name in names if values[name] is False]
     left_out = [_option(name) for name in names if values[name] is True]
-    changed = [name for name in names if not isinstance(values[name], bool)]
+    missing = [name for name in names if values[name] is None]
+    changed = [name for name in names if not isinstance(values[name], bool | None)]
     fixes = []
     if added:
         fixes.append(f"--prism-job-flags '{added[0]}'")
     if left_out:
         fixes.append(f"leave {' or '.join(left_out)} out")
+    if missing:
+        fixes.append(f"--prism-job-flags '{_option(missing[0])} VALUE'")
     if changed:
         now = " or ".join(f"{_option(name)} (now {values[name]})" for name in changed)
         fixes.append(f"--prism-job-flags '{_option(changed[0])} VALUE': another {now}")

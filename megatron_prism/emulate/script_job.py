@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import MissingSlicesError, PrismError, UsageError
+from megatron_prism.core.errors import (
+    MissingSlicesError,
+    NotTrainedError,
+    PrismError,
+    UsageError,
+)
 from megatron_prism.core.program import save
 from megatron_prism.core.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.estimate import Estimator
 
 _LAYOUT = ("tp", "cp", "dp", "pp", "ep", "etp")  # parallel sizes of a world
+_CHECKING = "Megatron reads the job's arguments"
 STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
 # tier meta: one warms up, one counts, one of an MoE job has other loads of the experts, the last
 # ends it; a job without experts ends behind the second
@@ -255,14 +261,14 @@ def check_command_line(
         assert checked is not None, "--prism-emulate is among the words"
         given = checked
 
-    name = _name_of((script, *words))
+    job = Job.of(script, words, given.world, "meta")
+    name = _name_of(job.words)
     understood = "its world is not known" if world is None else str(world)
     console.print(f"{name}: {understood}, tier {tier}")
-    job = Job.of(script, words, given.world, "meta")
-    task = workers.RankTask(0, "arguments", [*job.checking_command()])
+    task = workers.RankTask(0, _CHECKING, [*job.checking_command()])
     stand_ins: list[str] = []
     try:
-        (answer,) = workers.run([task], console, 1)
+        (answer,) = workers.run([task], console, 1, doing=_CHECKING)
     except PrismError as error:  # the script's own: a module that is not here
         obstacles.note(_without_rank(error))
     else:
@@ -275,7 +281,11 @@ def check_command_line(
 def _without_rank(error: PrismError) -> PrismError:
     """Return an error of the worker that looks at the arguments, which is no rank of the job."""
     message = error.message.removeprefix("rank 0: ").removeprefix("rank 0 failed: ")
-    return PrismError(message, fix=error.fix)
+    fix = error.fix
+    if isinstance(error, NotTrainedError):
+        # the process has printed why it ended: it may be a program of another kind
+        fix = "correct what the script says, or name the script that trains"
+    return PrismError(message, fix=fix)
 
 
 def _name_of(words: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from unittest import mock
 
 from megatron_prism.core.errors import UsageError, did_you_mean
 from megatron_prism.emulate import stand_ins
+from megatron_prism.emulate.obstacles import Obstacle, ObstaclesError
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.first_look import FirstLook
@@ -26,8 +27,8 @@ _MOST_REFUSALS = 40  # of one command line
 _UNKNOWN = "unrecognized arguments: "  # argparse.py, parse_args
 
 
-class UnknownFlagsError(UsageError):
-    """Words of a command line that Megatron's parser does not know."""
+class UnknownFlagsError(ObstaclesError):
+    """Words of a command line that Megatron's parser does not know, each with its fix."""
 
 
 class BadOptionError(UsageError):
@@ -151,24 +152,31 @@ def unknown(words: Sequence[str], known: Collection[str]) -> UnknownFlagsError:
         known: its options.
     """
     table = json.loads(Path(__file__).with_name("removed_flags.json").read_text())
-    texts, spelt = list[str](), list[str]()
+    obstacles: list[Obstacle] = []
+    ignore = f"{IGNORE} runs the job without it; options of prism itself stand before the job's "
+    ignore += "line"
     for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
         dashed = flag.replace("_", "-")
+        near = did_you_mean(flag, known, "", cutoff=0.85)
         if dashed in known:
-            texts.append(f"{flag} has dashes")
-            spelt.append(dashed)
+            obstacles.append(Obstacle(f"{flag} has dashes", f"{dashed} in its place"))
         elif dashed in table:
             release, replaced = table[dashed]
             by = f", replaced by {replaced}" if replaced else ""
-            texts.append(f"{flag} was in Megatron until {release}{by}")
+            obstacles.append(Obstacle(f"{flag} was in Megatron until {release}{by}", ignore))
         else:
-            near = did_you_mean(flag, known, "", cutoff=0.85)
-            texts.append(f"{flag} is in no release of Megatron{f', {near}' if near else ''}")
-    if not texts:
-        return UnknownFlagsError(
-            f"words that belong to no option: {' '.join(words)}",
-            fix="correct the job's command line",
-        )
-    fix = f"{IGNORE} runs the job without {'it' if len(texts) == 1 else 'them'}"
-    fix += "; options of prism itself stand before the job's line"
-    return UnknownFlagsError("; ".join(texts), fix=" ".join(spelt) or fix)
+            text = f"{flag} is in no release of Megatron{f', {near}' if near else ''}"
+            obstacles.append(Obstacle(text, ignore))
+    if not obstacles:
+        obstacles.append(_stray_words(words))
+    return UnknownFlagsError(tuple(obstacles))
+
+
+def _stray_words(words: Sequence[str]) -> Obstacle:
+    """Return the obstacle of words behind an option that takes fewer, as of a value in parts."""
+    message = f"words that belong to no option: {' '.join(words)}"
+    place = sys.argv.index(words[0]) if words and words[0] in sys.argv else 0
+    options = [word for word in sys.argv[:place] if word.startswith("--")]
+    if not options:
+        return Obstacle(message, "correct the job's command line")
+    return Obstacle(f"{message}, behind {options[-1]}", f"quotes around the value of {options[-1]}")

@@ -124,6 +124,7 @@ def run(
     num_workers: int | None = None,
     *,
     finished: Callable[[RankTask, Json], None] | None = None,
+    doing: str = "",
 ) -> list[Json]:
     """Run tasks, a few at a time, in their order.
 
@@ -134,6 +135,7 @@ def run(
         console: gets bars and lines.
         num_workers: tasks that run at once; default: one per core, at most 8.
         finished: is told each task that has ended, and its result, while others run.
+        doing: what the tasks do, where that is not to run ranks.
 
     Returns:
         The results, in the order of the tasks.
@@ -156,7 +158,7 @@ def run(
     selector = io_selectors.DefaultSelector()
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     say = partial(console.print, end="")
-    far = progress(lambda: _far(running, bars, len(done), len(tasks)), say)
+    far = progress(lambda: doing or _far(running, bars, len(done), len(tasks)), say)
     with bars, contextlib.nullcontext() if console.is_terminal else far, selector:
         made = [bars.add_task(task.title, total=1, what="waiting") for task in tasks]
         # several ranks share the imports of one process; a single one would wait for it

@@ -244,3 +244,98 @@ def test_what_an_earlier_parse_refused_stays_in_the_list():
     assert first_look.end() is first
     assert first_look.begin() is not first
     first_look.end()
+
+
+def check_is_there(args, name):
+    if getattr(args, name) is None:
+        raise AssertionError(f"{name} argument is None")
+
+
+def validate_job(args, defaults):
+    """Ask for values, and refuse in the other ways of Megatron's function."""
+    assert args.micro_batch_size is not None
+    assert args.micro_batch_size > 0
+    if args.old_flag:
+        print("--old-flag is no longer valid")
+        sys.exit()
+    for name in ("num_layers", "hidden_size"):
+        check_is_there(args, name)
+    # what follows from a placeholder is no refusal
+    assert args.hidden_size % 64 == 0, "hidden_size is no multiple of 64"
+    if args.fp16:
+        assert not args.bf16
+    assert args.transformer_heads % 2 == 0, "odd"
+    args.encoder_seq_length = args.seq_length
+    assert args.encoder_seq_length is not None
+    return args
+
+
+def test_all_that_a_job_lacks_is_said():
+    look = first_look.FirstLook()
+    names = ("micro-batch-size", "num-layers", "hidden-size", "old-flag", "fp16", "bf16", "heads")
+    look.known_options = {f"--{name}" for name in (*names, "seq-length", "encoder-seq-length")}
+    lacking = dict.fromkeys(("micro_batch_size", "num_layers", "hidden_size", "seq_length"))
+    args = argparse.Namespace(
+        **lacking, old_flag=True, fp16=True, bf16=True, heads=3, transformer_heads=3
+    )
+    with pytest.raises(ObstaclesError) as caught:
+        look.validate(validate_job, args, {})
+    fixes = [obstacle.fix.partition(" (test_")[0] for obstacle in caught.value.obstacles]
+    assert fixes == [
+        "--prism-job-flags '--micro-batch-size VALUE'",
+        "leave --old-flag out",
+        "--prism-job-flags '--num-layers VALUE'",
+        "--prism-job-flags '--hidden-size VALUE'",
+        "leave --bf16 or --fp16 out",
+        "--prism-job-flags '--heads VALUE': another --heads (now 3)",
+        "--prism-job-flags '--seq-length VALUE'",
+    ]
+    messages = [obstacle.message.partition(": ")[2] for obstacle in caught.value.obstacles]
+    assert messages[:2] == ["--micro-batch-size is missing", "--old-flag is no longer valid"]
+
+
+class Settings:
+    """A configuration with two faults, which checks itself as Megatron's do."""
+
+    def __post_init__(self):
+        super().__init__()
+        if self.heads % 2:
+            raise ValueError("heads are odd")
+        assert self.layers % 2 == 0, "layers are odd"
+
+
+def test_all_that_a_configuration_refuses_is_said():
+    errors = []
+    settings = Settings()
+    settings.heads, settings.layers = 3, 5
+    going_on = first_look.going_on(
+        Settings.__post_init__, lambda error, asked: errors.append((str(error), asked))
+    )
+    going_on(settings)
+    assert errors == [("heads are odd", "heads self"), ("layers are odd", "layers self")]
+
+
+def test_a_copy_of_the_batch_is_refused_once():
+    def validate(args):
+        assert args.eval_global_batch_size % 8 == 0, "eval_global_batch_size is no multiple"
+
+    look = first_look.FirstLook()
+    look.known_options = {"--eval-global-batch-size"}
+    sizes = {"micro_batch_size": 2, "data_parallel_size": 4, "num_layers": 2}
+    args = argparse.Namespace(global_batch_size=250, eval_global_batch_size=250, **sizes)
+    with pytest.raises(UsageError) as caught:
+        look.validate(validate, args)
+    assert caught.value.fix == "--prism-job-flags '--global-batch-size 248'"
+
+
+def test_each_unknown_flag_has_its_own_fix(monkeypatch):
+    words = ["--schedule", "0:16", "2:320", "4:624"]
+    monkeypatch.setattr(sys, "argv", ["x.py", *words])
+    error = unknown_flags.unknown(["--num_layers", "4", "--mine"], {"--num-layers"})
+    assert [obstacle.fix.split()[0] for obstacle in error.obstacles] == [
+        "--num-layers",
+        "--prism-ignore-unknown",
+    ]
+    error = unknown_flags.unknown(words[2:], {"--schedule"})
+    assert error.message == "words that belong to no option: 2:320 4:624, behind --schedule"
+    assert error.fix == "quotes around the value of --schedule"

@@ -290,9 +290,11 @@ def _without_files(
         look.check_data(args)
         if look.options_without_value:
             text = f"no value: {', '.join(dict.fromkeys(look.options_without_value))}"
-            look.stand_ins.append(text)
-            context.monitor.note(text)
-        if replaced.text:
+            if text not in look.stand_ins:
+                look.stand_ins.append(text)
+                context.monitor.note(text)
+        # scripts of 0.19 parse twice
+        if replaced.text and replaced.text not in look.stand_ins:
             look.stand_ins.append(replaced.text)
             context.monitor.note(replaced.text)
             print(f"prism: {replaced.text}", file=sys.stderr)
@@ -336,6 +338,8 @@ def _refusals(context: PatchContext, original: Original, *args: object, **kwargs
     """What Megatron refuses of the arguments is said in a line, not by a traceback without a
     word.
     """
+    if first_look.notes_of_config is not None:
+        original = first_look.going_on(original, first_look.notes_of_config)
     try:
         return original(*args, **kwargs)
     except (AssertionError, ValueError) as error:

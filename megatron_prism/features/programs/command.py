@@ -128,6 +128,8 @@ def _check_job(args: argparse.Namespace) -> Answer:
     def page() -> None:
         for text in check.stand_ins:
             print(text)
+        if len(check.obstacles):
+            print(counted(len(check.obstacles), "thing"), "that would stop this job:")
         for number, obstacle in enumerate(check.obstacles, 1):
             print(f"{number:3}. {obstacle.message}")
             if obstacle.fix:
