@@ -86,12 +86,21 @@ def line_of(source: Mapping[str, str]) -> str:
     return ""
 
 
+def of_source(source: Mapping[str, str]) -> dict[str, str]:
+    """Return a job's settings by Megatron's names, as ``plain``; none where nobody knows them.
+
+    Args:
+        source: what slices say of their job.
+    """
+    return plain(line_of(source))
+
+
 def job_name(source: Mapping[str, str]) -> str:
     """Say what a job trains: its recipe's model, else its layers; "" if its source does not say."""
     recipe = source.get("recipe")
     if recipe:
         return recipe.partition("_")[0]
-    settings = plain(line_of(source))
+    settings = of_source(source)
     if "num_layers" not in settings or "hidden_size" not in settings:
         return ""
     name = f"{settings['num_layers']} layers of {settings['hidden_size']}"

@@ -41,14 +41,10 @@ MEMORY_PARTS = "memory_parts"
 ASSUMED_PARTS = "assumed_parts"
 # of a source: "RANK=WRITES …", what the rank writes into a checkpoint
 SAVED_BYTES = "saved_bytes"
-OF_RANKS = (
-    HOST_INDEX,
-    GPU_CLOCK,
-    HOST_MEMORY,
-    MEMORY_PARTS,
-    ASSUMED_PARTS,
-    SAVED_BYTES,
-)  # each slice has its own rank's, which no two have alike
+# of a source: what a capture found out of a rank, which answers show; the job is the same
+FOUND_OF_RANKS = (HOST_MEMORY, MEMORY_PARTS, ASSUMED_PARTS, SAVED_BYTES)
+# each slice has its own rank's, which no two have alike
+OF_RANKS = (HOST_INDEX, GPU_CLOCK, *FOUND_OF_RANKS)
 WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message
 _AGAIN = (

@@ -13,11 +13,12 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
-from megatron_prism.core.gpu_state import GPU_CLOCK, states_of
+from megatron_prism.core.gpu_state import states_of
 from megatron_prism.core.groups import short_name
 from megatron_prism.core.ops import PHASE_NAMES, label
 from megatron_prism.core.program import Program
 from megatron_prism.core.rendering import Renderer, renders
+from megatron_prism.core.slices import OF_RANKS
 from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.memory.peaks import module_of
 from megatron_prism.replay.costs.host import MODELLED
@@ -47,8 +48,8 @@ _DETAILS = (
     *job_settings.KEYS,
     "tokens_per_iteration",
     "model_flops_per_iteration",
-    "host_index",
-    GPU_CLOCK,
+    # what each rank says of its own host, GPU and process has rows, or is a part of another answer
+    *OF_RANKS,
 )
 _ABOUT = ("recipe", "megatron_core", "torch", "tier", "device")  # below the title of a page
 _SHORT = 100  # characters of a provenance that fits in a line

@@ -16,7 +16,7 @@ from megatron_prism.core import feature, job_settings
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.core.slices import of_ranks
+from megatron_prism.core.slices import FOUND_OF_RANKS, of_ranks
 from megatron_prism.features.compare.cost import TokenCost, token_cost
 from megatron_prism.features.compare.scale import ScaleChange, scale_changes
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
@@ -438,9 +438,10 @@ def _texts(job: Programs | MemoryReport, by_place: bool) -> dict[str, str]:
     if isinstance(job, Programs):
         texts["world"] = str(job.world)
     source = job.source if isinstance(job, Programs) else job.job
-    texts |= job_settings.plain(job_settings.line_of(source))
+    texts |= job_settings.of_source(source)
     for key, text in source.items():
-        if key not in job_settings.KEYS:
+        # what captures found out is no difference of the jobs: memory's tables show it
+        if key not in (*job_settings.KEYS, *FOUND_OF_RANKS):
             texts[key] = text
     if by_place and isinstance(job, Programs):
         texts |= _by_place(job)
@@ -454,6 +455,8 @@ def _by_place(programs: Programs) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for key, text_of_rank in of_ranks(programs.source).items():
+        if key in FOUND_OF_RANKS:
+            continue
         text_of_place: dict[str, str] = {}
         for rank, text in sorted(text_of_rank.items()):
             if rank >= programs.world.size:

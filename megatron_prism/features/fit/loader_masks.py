@@ -68,7 +68,7 @@ def _mask_sizes(job: Mapping[str, str]) -> set[int]:
     # a recipe's own loader makes no mask
     if "arguments" not in job:
         return set()
-    settings = job_settings.plain(job["arguments"])
+    settings = job_settings.of_source(job)
     # Megatron's own attention makes the same mask if it gets none
     if settings.get("transformer_impl") == "local":
         return set()

@@ -203,7 +203,7 @@ class _Change:
 
 def _changes(program: Program, job: Mapping[str, str]) -> Iterator[_Change]:
     """Yield what Megatron can run again and does not."""
-    values = job_settings.plain(job_settings.line_of(job))
+    values = job_settings.of_source(job)
     granularity = values.get("recompute_granularity", "")
     # whole layers run again already
     if granularity == "full":

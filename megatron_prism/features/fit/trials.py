@@ -195,7 +195,7 @@ def with_trials(before: Fit, line: CapturedLine, weigh: Callable[[Programs], Fit
             del changes[change.words]
             _add(changes, captured, needed_before)
 
-    settings = job_settings.plain(job_settings.line_of(before.programs.source))
+    settings = job_settings.of_source(before.programs.source)
     of_ladders: list[tuple[int, Ladder]] = []  # bytes that the last step frees
     for ladder in ladders(settings, before.programs.world):
         if trials.are_used_up:

@@ -66,7 +66,7 @@ def batches_of_file(
         UnsupportedError: An ``.idx`` file, and there is no megatron-core here.
     """
     programs = captures.captured
-    settings = job_settings.plain(job_settings.line_of(programs.source))
+    settings = job_settings.of_source(programs.source)
     samples_per_microbatch = int(settings.get("micro_batch_size", "1"))
     dp = programs.world.dp
     if os.fspath(path).endswith(".idx"):
@@ -139,7 +139,7 @@ def examine_run(
 
 def _masks_documents(captures: LengthCaptures) -> bool:
     """Whether the job's data loader masks packed documents from each other."""
-    settings = job_settings.plain(job_settings.line_of(captures.captured.source))
+    settings = job_settings.of_source(captures.captured.source)
     return any(settings.get(name, "").lower() == "true" for name in _MASKS)
 
 

@@ -219,7 +219,7 @@ def sequence_length(programs: Programs) -> int:
 
 def _settings(programs: Programs) -> dict[str, str]:
     """Return the settings of a capture by Megatron's names."""
-    return job_settings.plain(job_settings.line_of(programs.source))
+    return job_settings.of_source(programs.source)
 
 
 def _check_same_job(captured: Programs, other: Programs) -> None:

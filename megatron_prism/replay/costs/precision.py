@@ -84,13 +84,13 @@ def _of_program(program: Program) -> dict[str, int]:
 
 def _type_of_fp32(source: Mapping[str, str]) -> str:
     """The type of products of fp32 operands: TF32 with Transformer Engine, Megatron's default."""
-    settings = job_settings.plain(job_settings.line_of(source))
+    settings = job_settings.of_source(source)
     return "fp32" if settings.get("transformer_impl") == "local" else "tf32"
 
 
 def _is_half(source: Mapping[str, str]) -> bool | None:
     """Whether the job's settings say bf16 or fp16; None where there are no settings."""
-    settings = job_settings.plain(job_settings.line_of(source))
+    settings = job_settings.of_source(source)
     if not settings:
         return None
     return any(settings.get(name, "").lower() not in _OFF for name in _HALF)

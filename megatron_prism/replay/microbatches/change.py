@@ -124,7 +124,7 @@ def _count_deferred(source: Mapping[str, str], fewest: int) -> int:
     Raises:
         ProgramError: Every microbatch leaves one.
     """
-    settings = job_settings.plain(job_settings.line_of(source))
+    settings = job_settings.of_source(source)
     if "defer_embedding_wgrad_compute" not in settings:
         return 0
     limit = int(settings.get("wgrad_deferral_limit", 0))

@@ -11,6 +11,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.cli import what_ifs
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program import save
+from megatron_prism.core.slices import FOUND_OF_RANKS
 from megatron_prism.features.compare.compare import compare
 from megatron_prism.memory.job_peaks import needed, peak_memory
 from megatron_prism.replay.priced_graph import WhatIf, price
@@ -68,6 +69,19 @@ def test_other_replicas_compare_as_their_fresh_capture():
         assert one.speeds[0].first_faster < 0.01
         assert "by tokens/s: B is faster with 100.0 %" in one.to_text()
         assert "A is faster with" not in one.to_text().split("by tokens/s:")[0]
+
+
+@pytest.mark.parametrize("key", FOUND_OF_RANKS)
+def test_what_captures_found_is_no_difference_of_the_jobs(key):
+    programs = stored("dense_pp2")
+    sides = [
+        dataclasses.replace(programs, source={**programs.source, key: f"0={found}"})
+        for found in ("model:1", "model:2")
+    ]
+    compared = compare(*sides, machine="h100")
+    assert key not in [setting.name for setting in compared.settings]
+    assert "model:1" not in compared.to_text()
+    assert "model:1" not in price(sides[0], machine="h100").timeline.to_text()
 
 
 @about("microbatches")
