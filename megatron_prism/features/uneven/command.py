@@ -206,11 +206,17 @@ def _batches(
     """Make the samples of a run; None: no run is asked for, but one of its iterations.
 
     Raises:
-        UsageError: ``iterations=`` beside another input, or another number than is listed.
+        UsageError: ``iterations=`` beside another input, or another number than is listed, or
+            ``seed=`` beside a data set.
     """
     from megatron_prism.features.uneven import drawn
 
     wanted = words.iterations
+    # Megatron shuffles the data set by the job's own seed
+    if drawn_file.endswith(".idx") and words.seed is not None:
+        raise UsageError(
+            "seed= beside a data set, which the job's --seed shuffles", fix="leave it out"
+        )
     if drawn_file:
         iterations = wanted or drawn.DEFAULT_ITERATIONS
         return drawn.batches_of_file(drawn_file, lengths, iterations, words.seed or 0)

@@ -283,12 +283,14 @@ def test_drawn_lengths_that_stop_the_job_are_named(folder, capsys):
         (["lengths=law.jsonl", "microbatches=dp=1:2"], "there is another input"),
         (["lengths=law.jsonl", "lengths=dp=1:64"], "there is another input"),
         (["lengths=law.jsonl"], "no capture is of 20 tokens"),
+        (["lengths=data.idx", "seed=3"], "seed= beside a data set"),
         (["lengths=dp=1:64", "--limit=80GB"], "--limit is of a run of drawn batches"),
         (["lengths=dp=1:64", "--machine=h100"], "--machine is of a run of drawn batches"),
         (["microbatches=dp=1:2", "--calibration=f"], "--calibration is of a run of drawn batches"),
     ],
 )
 def test_bad_usage_has_a_fix(folder, words, says, capsys):
+    (folder / "data.idx").write_bytes(b"")
     status, _, err = prism(*words, capsys=capsys)
     assert status == 2
     assert says in err
