@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -158,7 +158,7 @@ def run(
     selector = io_selectors.DefaultSelector()
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     say = partial(console.print, end="")
-    far = progress(lambda: doing or _far(running, bars, len(done), len(tasks)), say)
+    far = progress(lambda: doing or _far(tasks, running, done, bars), say)
     with bars, contextlib.nullcontext() if console.is_terminal else far, selector:
         made = [bars.add_task(task.title, total=1, what="waiting") for task in tasks]
         # several ranks share the imports of one process; a single one would wait for it
@@ -193,13 +193,27 @@ def run(
     return [done[place] for place in range(len(tasks))]
 
 
-def _far(running: Sequence[_Worker], bars: Progress, done: int, total: int) -> str:
-    """``1 of 4 ranks done; rank 0: 57 %, 4/7 steps of a microbatch``."""
+def _far(
+    tasks: Sequence[RankTask], running: Sequence[_Worker], done: Container[int], bars: Progress
+) -> str:
+    """``1 of 4 ranks done; rank 0: 57 %, 4/7 steps of a microbatch``.
+
+    Args:
+        tasks: of all ranks; those with few layers are of an estimate, and no ranks more.
+        running: the workers of some of them.
+        done: places of the tasks that have ended.
+        bars: say how far the others are.
+    """
+    whole = [place for place, task in enumerate(tasks) if not task.periods]
+    num_done = sum(place in done for place in whole)
     now = []
     for worker in running:
-        bar = next(one for one in bars.tasks if one.id == worker.bar)
-        now.append(f"rank {worker.task.rank:,}: {bar.fields['what']}")
-    return f"{done} of {counted(total, 'rank')} done; {', '.join(now)}"
+        bar = next(bar for bar in bars.tasks if bar.id == worker.bar)
+        name = f"rank {worker.task.rank:,}"
+        if worker.task.periods:
+            name += " with few layers"
+        now.append(f"{name}: {bar.fields['what']}")
+    return f"{num_done} of {counted(len(whole), 'rank')} done; {', '.join(now)}"
 
 
 def _environment() -> dict[str, str]:

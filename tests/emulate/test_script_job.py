@@ -9,6 +9,7 @@ from helpers.pretrain import JOB, SCRIPT
 from rich.console import Console
 
 from megatron_prism.cli.main import main
+from megatron_prism.core import messages
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
@@ -97,6 +98,15 @@ def test_a_capture_goes_on_where_few_layers_do_not_run(tmp_path):
         "no_estimate": "the job with few layers failed: its process ended with status 7"
     }
     assert not log.exists()
+
+
+def test_ranks_with_few_layers_are_no_ranks_more(monkeypatch):
+    monkeypatch.setattr(messages, "EVERY_S", 0.05)
+    out = io.StringIO()
+    waits = f"{EMIT}import time; time.sleep(0.5); emit('result', result={{}})"
+    tasks = [task(waits, 0, periods=1), task(waits, 0), task(waits, 8)]
+    workers.run(tasks, Console(file=out), 1)
+    assert "0 of 2 ranks done; rank 0 with few layers: starting" in out.getvalue()
 
 
 def test_slices_of_a_recipe_that_are_there_need_no_worker(tmp_path, monkeypatch):
