@@ -43,13 +43,36 @@ def test_stages_and_lists_are_captured_one_by_one():
         (5000, None, None, (3, 5000, 3)),
         (2, None, None, (3, 3, 3)),
         (9, 8, None, (3, 8, 3)),
-        (None, None, 9, (None, None, 3)),
     ],
 )
 def test_a_job_is_shortened_and_keeps_its_learning_rate(iters, decay, samples, expected):
     args = types.SimpleNamespace(train_iters=iters, lr_decay_iters=decay, train_samples=samples)
     startup._shorten(args, 3)
     assert (args.train_iters, args.lr_decay_iters, args.exit_interval) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "decay", "batch", "expected"),
+    [
+        # of examples/llama/train_llama3_8b_h100_fp8.sh: an index of these has 30 GB
+        (1953125000, 1949218748, 128, (384, 1949218748)),
+        (1953125000, None, None, (3 * 2 * 16, 1953125000)),
+        (9, None, 128, (9, 9)),
+    ],
+)
+def test_a_job_of_samples_is_shortened(samples, decay, batch, expected):
+    args = types.SimpleNamespace(
+        train_iters=None,
+        lr_decay_iters=None,
+        train_samples=samples,
+        lr_decay_samples=decay,
+        global_batch_size=batch,
+        micro_batch_size=2,
+        world_size=16,
+    )
+    startup._shorten(args, 3)
+    assert (args.train_samples, args.lr_decay_samples) == expected
+    assert (args.train_iters, args.lr_decay_iters, args.exit_interval) == (None, None, 3)
 
 
 def test_every_rank_gets_the_job_s_words_and_not_ours_twice(monkeypatch):

@@ -309,7 +309,12 @@ def _shorten(args: argparse.Namespace, steps: int) -> None:
     more than these; the learning rate keeps its schedule, whose warmup has to be shorter than its
     decay.
     """
-    if not args.train_samples:
+    if args.train_samples:
+        args.lr_decay_samples = args.lr_decay_samples or args.train_samples
+        # without --global-batch-size a batch has a microbatch of each data-parallel rank
+        batch_size = args.global_batch_size or (args.micro_batch_size or 1) * args.world_size
+        args.train_samples = min(args.train_samples, steps * batch_size)
+    else:
         args.lr_decay_iters = args.lr_decay_iters or max(steps, args.train_iters or 0)
         args.train_iters = steps
     args.exit_interval = steps
