@@ -459,3 +459,19 @@ def test_buffers_of_megatron_fsdp_say_what_they_hold():
     assert note_of(group.main_grad_buffer.data) == "grad:main parameters"  # of a shard's size
     assert note_of(group.hfsdp_helper_gbuf.data) == "grad:main gradients"
     assert note_of(model.weight) == "param:weight"
+
+
+def test_moments_in_fp8_are_the_optimizer_s():
+    """Of Transformer Engine's FusedAdam: a tensor without a storage of its own, and its parts."""
+    moment = SimpleNamespace(
+        _quantizer="of FP8",
+        _data=torch.empty(8, dtype=torch.uint8),
+        _transpose=torch.empty(8, dtype=torch.uint8),
+        _scale_inv=torch.empty(1),
+    )
+    parameter = torch.empty(8)
+    state = {parameter: {"exp_avg_sq": moment}}
+    optimizer = SimpleNamespace(param_groups=[{"params": [parameter]}], state=state)
+    notes = owners.AllocationOwners(torch.nn.Linear(1, 1), optimizer).standing()
+    for part in (moment._data, moment._transpose, moment._scale_inv):
+        assert notes[part.untyped_storage()._cdata] == "optim:exp_avg_sq"

@@ -244,6 +244,9 @@ class AllocationOwners:
             for state in (getattr(inner, "state", None) or {}).values():
                 for name, tensor in state.items() if isinstance(state, dict) else ():
                     yield "optim", str(name), tensor
+                    # moments in FP8, --exp-avg-sq-dtype fp8
+                    local_tensor = getattr(tensor, "_local_tensor", tensor)
+                    yield from (("optim", str(name), part) for part in _parts(local_tensor))
 
 
 def _of_group(group: object) -> Iterator[tuple[str, str, object]]:
@@ -262,9 +265,9 @@ def _of_group(group: object) -> Iterator[tuple[str, str, object]]:
             yield "param", "buffer of weights", data
 
 
-def _parts(parameter: object) -> Iterable[object]:
-    """The tensors that the values of a parameter in FP8 are in."""
-    written = vars(parameter).items() if hasattr(parameter, "_quantizer") else ()
+def _parts(tensor: object) -> Iterable[object]:
+    """The tensors that the values of a tensor in FP8 are in."""
+    written = vars(tensor).items() if hasattr(tensor, "_quantizer") else ()
     return [value for name, value in written if name.startswith("_")]
 
 
