@@ -55,21 +55,32 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UsageError(f"cannot write a file {out}", fix="name another with -o FILE.json")
     check_writable(out.absolute().parent, "-o FILE.json")  # before the minute that it takes
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    count = (devices or 2) if num_processes is None else num_processes
+    devices = 0
+    if torch.cuda.is_available():
+        devices = torch.cuda.device_count()
+    count = num_processes
+    if count is None:
+        count = devices or 2
+    # one GPU still tells how long NCCL keeps the host; one CPU process tells nothing
     if count < 1 + (not devices):
         message = f"calls among {count} process{'es' * (count != 1)} without a GPU take no time"
         raise UsageError(message, fix="--processes 2, or --host for this host alone")
     if devices and count > devices:
         raise UsageError(f"{count} processes for {devices} devices", fix=f"--processes {devices}")
-    where = f"{count} GPUs through NCCL" if devices else f"{count} CPU processes through gloo"
-    what = f"calls among {where}; this takes about a minute"
+    participants = f"{count} CPU processes through gloo"
+    if devices:
+        participants = f"{count} GPUs through NCCL"
+    subject = f"calls among {participants}; this takes about a minute"
     if count == 1:
-        what = "how long NCCL keeps this host for a call, with one GPU"
-    console.print(f"measuring {what}")
+        subject = "how long NCCL keeps this host for a call, with one GPU"
+    console.print(f"measuring {subject}")
+    # only streams of a GPU run side by side, and one GPU has no calls that take time
+    stages = ["calls"]
+    if devices > 1 and count > 1:
+        stages = list(STAGES)
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "calibration.json"
-        for stage in STAGES if devices > 1 and count > 1 else ("calls",):
+        for stage in stages:
             _run(stage, count, part)
         console.print(f"measuring this host for {HOST_S} s")
         index = json.loads(host_benchmark.measure(HOST_S).to_json())
@@ -128,9 +139,8 @@ class CallTimer:
         half = _PRODUCT // 2
         self._factors = matrix(_PRODUCT, half), matrix(half, half)
         self._product = matrix(_PRODUCT, half)
-        self._from, self._to = (
-            torch.zeros(_COPIED, dtype=torch.uint8, device="cuda") for _ in range(2)
-        )
+        self._from = torch.zeros(_COPIED, dtype=torch.uint8, device="cuda")
+        self._to = torch.zeros_like(self._from)
         self._word = torch.zeros(1, device="cuda")
         self._used = 0.0
 
@@ -145,16 +155,16 @@ class CallTimer:
             self._heat()
         torch.cuda.synchronize()
         torch.cuda._sleep(_AHEAD_CYCLES)
-        marks = [
-            (self._span(None, group), self._span(call, group)) for _ in range(count + _DROPPED)
-        ]
+        # in turn, so that both spans see the same clock of the GPU
+        spans_without, spans_with = [], []
+        for _ in range(count + _DROPPED):
+            spans_without.append(self._span(None, group))
+            spans_with.append(self._span(call, group))
         torch.cuda.synchronize()
-        without, within = (
-            torch.tensor([begin.elapsed_time(end) * 1e6 for begin, end in column], device="cuda")
-            for column in zip(*marks[_DROPPED:], strict=True)
-        )
+        without_call = _span_ns(spans_without[_DROPPED:])
+        with_call = _span_ns(spans_with[_DROPPED:])
         self._used = time.monotonic()
-        return of_all_ranks(name, within - without.median(), group)
+        return of_all_ranks(name, with_call - without_call.median(), group)
 
     def _heat(self) -> None:
         end = time.monotonic() + _HEAT_S
@@ -168,7 +178,8 @@ class CallTimer:
 
     def _span(self, call: Call | None, group: Group) -> Mark:
         """Marks around two copies, with the call between them, if there is one."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = _events(2)
+        # the copies begin behind a product, so the host is ahead of the device
         self._compute()
         dist.all_reduce(self._word, group=group)
         begin.record()
@@ -180,22 +191,35 @@ class CallTimer:
         return begin, end
 
 
+def _span_ns(spans: Sequence[Mark]) -> torch.Tensor:
+    """What the device took between two marks: float32 [spans], in ns."""
+    return torch.tensor([begin.elapsed_time(end) * 1e6 for begin, end in spans], device="cuda")
+
+
+def _events(count: int) -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
 def of_all_ranks(name: str, spent: torch.Tensor, group: Group) -> list[int]:
     """ns of each call that took any time, from what it took this rank (float [calls])."""
-    op = dist.ReduceOp.MAX if name in ONE_WAY else dist.ReduceOp.MIN
+    # a collective begins with its last member, which waits least; what goes one way ends with the
+    # receiver, and the sender may end long before
+    op = dist.ReduceOp.MIN
+    if name in ONE_WAY:
+        op = dist.ReduceOp.MAX
     dist.all_reduce(spent, op=op, group=group)
     return [round(ns) for ns in spent.tolist() if ns >= 1]
 
 
 def in_a_row(call: Call, count: int) -> list[int]:
     """The host's ns for each of ``count`` calls, which return when they are done."""
-    found = []
-    call()
+    call_ns = []
+    call()  # connections are made now
     for _ in range(count):
         begin = time.perf_counter_ns()
         call()
-        found.append(time.perf_counter_ns() - begin)
-    return found
+        call_ns.append(time.perf_counter_ns() - begin)
+    return call_ns
 
 
 WorkCall = Callable[[], dist.Work | None]
@@ -217,22 +241,32 @@ def host_calls(rank: int, size: int) -> list[Row]:
     """
     group = dist.distributed_c10d._get_default_group()
     part = torch.zeros(_BYTES // 2 // size, dtype=torch.bfloat16, device="cuda")
-    whole, other = (
-        torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda") for _ in range(2)
-    )
-    rows, between = [], _step("cuda")
+    message = torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda")
+    received = torch.zeros_like(message)
+    rows = []
+    between = _step("cuda")
     for asynchronous in (False, True):
         calls: dict[str, WorkCall] = {
-            "all_reduce": _with(c10d.AllreduceOptions, asynchronous, group.allreduce, [whole]),
-            "broadcast": _with(c10d.BroadcastOptions, asynchronous, group.broadcast, [whole]),
+            "all_reduce": _with(c10d.AllreduceOptions, asynchronous, group.allreduce, [message]),
+            "broadcast": _with(c10d.BroadcastOptions, asynchronous, group.broadcast, [message]),
             "all_gather": _with(
-                c10d.AllgatherOptions, asynchronous, group._allgather_base, whole, part
+                c10d.AllgatherOptions, asynchronous, group._allgather_base, message, part
             ),
             "reduce_scatter": _with(
-                c10d.ReduceScatterOptions, asynchronous, group._reduce_scatter_base, part, whole
+                c10d.ReduceScatterOptions,
+                asynchronous,
+                group._reduce_scatter_base,
+                part,
+                message,
             ),
             "all_to_all": _with(
-                c10d.AllToAllOptions, asynchronous, group.alltoall_base, other, whole, [], []
+                c10d.AllToAllOptions,
+                asynchronous,
+                group.alltoall_base,
+                received,
+                message,
+                [],
+                [],
             ),
         }
         for name, call in calls.items():
@@ -241,11 +275,11 @@ def host_calls(rank: int, size: int) -> list[Row]:
     if size == 1:  # nobody to send to
         return rows
     ring = [
-        dist.P2POp(dist.isend, whole, (rank + 1) % size),
-        dist.P2POp(dist.irecv, other, (rank - 1) % size),
+        dist.P2POp(dist.isend, message, (rank + 1) % size),
+        dist.P2POp(dist.irecv, received, (rank - 1) % size),
     ]
-    both, _ = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1], between)
-    rows.append({"op": "message", "asynchronous": True, "ns": both // len(ring)})
+    batch_ns, _ = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1], between)
+    rows.append({"op": "message", "asynchronous": True, "ns": batch_ns // len(ring)})
     return rows
 
 
@@ -253,14 +287,13 @@ def middle(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     """The rows of several ``host_calls``, each with the medians of its times: a shared host is slow
     or quick for ten seconds at a time, so one moment does not say how it usually is.
     """
-    return [
-        rows[0]
-        | {
-            key: round(statistics.median(row[key] for row in rows))
-            for key in _TIMES & rows[0].keys()
-        }
-        for rows in zip(*rounds, strict=True)
-    ]
+    middles = []
+    for rows_of_call in zip(*rounds, strict=True):
+        middle_row = dict(rows_of_call[0])
+        for key in _TIMES & middle_row.keys():
+            middle_row[key] = round(statistics.median(row[key] for row in rows_of_call))
+        middles.append(middle_row)
+    return middles
 
 
 def _with(
@@ -280,11 +313,11 @@ def _step(device: str) -> Callable[[], None]:
     nn, width = torch.nn, _WIDTH
     layer = (nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
     model = nn.Sequential(*layer, nn.Linear(width, width), nn.LayerNorm(width)).to(device)
-    given = torch.ones(_WIDTH, _WIDTH, device=device)
+    inputs = torch.ones(_WIDTH, _WIDTH, device=device)
 
     def step() -> None:
-        model(given).sum().backward()
-        model(given)
+        model(inputs).sum().backward()
+        model(inputs)
 
     return step
 
@@ -297,24 +330,29 @@ def _host_ns(call: WorkCall, between: WorkCall) -> tuple[int, int]:
 
 
 def _below(depth: int, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-    return _below(depth - 1, measure) if depth else measure()
+    """What ``measure`` returns, called below so many frames of the Python stack."""
+    if depth == 0:
+        return measure()
+    return _below(depth - 1, measure)
 
 
 def _measured(call: WorkCall, between: WorkCall) -> tuple[int, int]:
-    found = []
+    """The two times of ``_host_ns``: medians of the repeats."""
+    repeats = []
     for _ in range(_REPEATS + 1):  # the first makes connections
         torch.cuda.synchronize()
-        spent = [0, 0]
+        spent = [0, 0]  # behind a step, and right behind a call
         for _ in range(_CALLS):
             between()
             for turn in range(len(spent)):
                 begin = time.perf_counter_ns()
                 work = call()
                 spent[turn] += time.perf_counter_ns() - begin
-        found.append(spent)
+        repeats.append(spent)
         if work is not None:  # synchronous calls of NCCL's group return none
             work.wait()
-    first, again = (round(statistics.median(column)) for column in zip(*found[1:], strict=True))
+    first = round(statistics.median(first for first, _ in repeats[1:]))
+    again = round(statistics.median(again for _, again in repeats[1:]))
     return first // _CALLS, again // _CALLS
 
 
@@ -336,27 +374,34 @@ class _Bench:
     def __init__(self) -> None:
         self.cuda = torch.cuda.is_available()
         local = int(os.environ.get("LOCAL_RANK", "0"))
+        backend = "gloo"
+        self.device = torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if self.cuda else "gloo")
+            backend = "nccl"
+            self.device = torch.device("cuda")
+        dist.init_process_group(backend)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cuda" if self.cuda else "cpu")
 
     def samples_ns(self) -> Callable[[str, Call, int, Group], list[int]]:
         """Measures (a collective, its call, how often, among which group): ns of each."""
-        return CallTimer() if self.cuda else lambda _, call, count, __: in_a_row(call, count)
+        if self.cuda:
+            return CallTimer()
+        # calls of gloo return when they are done
+        return lambda _, call, count, __: in_a_row(call, count)
 
 
 def _tensors(bench: _Bench, n: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two of ``size`` bytes, and the n-th part of one."""
-    dtype = torch.bfloat16 if bench.cuda else torch.float32
+    dtype = torch.float32
+    if bench.cuda:
+        dtype = torch.bfloat16
     count = max(n, size // dtype.itemsize // n * n)
-    whole, other, part = (
-        torch.empty(length, dtype=dtype, device=bench.device)
-        for length in (count, count, count // n)
-    )
-    _fill(whole, other, part)
-    return whole, other, part
+    message = torch.empty(count, dtype=dtype, device=bench.device)
+    received = torch.empty_like(message)
+    part = torch.empty(count // n, dtype=dtype, device=bench.device)
+    _fill(message, received, part)
+    return message, received, part
 
 
 def _fill(*tensors: torch.Tensor) -> None:
@@ -372,22 +417,24 @@ def _calls(
     bench: _Bench, group: Group, n: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> dict[str, Call]:
     """Collective -> a call whose message is the first of ``tensors``, as nccl-tests counts it."""
-    whole, other, part = tensors
+    message, received, part = tensors
     calls: dict[str, Call] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_reduce": lambda: dist.all_reduce(message, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(message, part, group=group),
+        "broadcast": lambda: dist.broadcast(message, 0, group=group),
     }
     if bench.cuda:
-        calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, whole, group=group)
-        calls["all_to_all"] = lambda: dist.all_to_all_single(other, whole, group=group)
-    there, back = (
-        dist.P2POp(dist.isend, whole, (bench.rank + 1) % n, group),
-        dist.P2POp(dist.irecv, other, (bench.rank - 1) % n, group),
-    )
-    if n == 2:  # one way, as pipelines do it
-        calls["send"] = lambda: _message([there] if bench.rank == 0 else [back])
-    calls["exchange"] = lambda: _message([there, back])  # round the ring of context parallelism
+        calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, message, group=group)
+        calls["all_to_all"] = lambda: dist.all_to_all_single(received, message, group=group)
+    send = dist.P2POp(dist.isend, message, (bench.rank + 1) % n, group)
+    receive = dist.P2POp(dist.irecv, received, (bench.rank - 1) % n, group)
+    # one way, as pipelines do it
+    if n == 2:
+        own_side = receive
+        if bench.rank == 0:
+            own_side = send
+        calls["send"] = lambda: _message([own_side])
+    calls["exchange"] = lambda: _message([send, receive])  # round the ring of context parallelism
     return calls
 
 
@@ -403,22 +450,26 @@ def _held(bench: _Bench) -> list[Row]:
     rows = []
     for size in HELD_SIZES:
         message, _, _ = _tensors(bench, 1, size)
-        way, peer = (dist.isend, 1) if bench.rank == 0 else (dist.irecv, 0)
-        ops = [dist.P2POp(way, message, peer)]
+        ops = [dist.P2POp(dist.irecv, message, 0)]
+        if bench.rank == 0:
+            ops = [dist.P2POp(dist.isend, message, 1)]
         count = min(_MOST_SENDS, _MOST_HELD // size)
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        if bench.rank < 2:
+        marks = _events(count + 1)
+        takes_part = bench.rank < 2
+        if takes_part:
             _message(ops)  # connections are made now
         dist.barrier()
         torch.cuda.synchronize()
         if bench.rank == 1:
             torch.cuda._sleep(_BUSY_CYCLES)
         marks[0].record()
-        for mark in marks[1:] if bench.rank < 2 else ():
-            _message(ops)
-            mark.record()
+        if takes_part:
+            for mark in marks[1:]:
+                _message(ops)
+                mark.record()
         torch.cuda.synchronize()
         if bench.rank == 0:
+            # sends that waited for the receiver end after its 50 ms
             ended = sum(marks[0].elapsed_time(mark) < _BUSY_MS for mark in marks[1:])
             rows.append({"bytes": size, "held": ended * size})
     return rows
@@ -426,22 +477,46 @@ def _held(bench: _Bench) -> list[Row]:
 
 def _collectives(bench: _Bench, then: Callable[[], None]) -> list[Row]:
     """Rows of every group size; all ranks call ``then`` after each."""
-    rows, measure = [], bench.samples_ns()
-    for n in (n for n in range(2, bench.size + 1) if bench.size % n == 0):
+    rows = []
+    measure = bench.samples_ns()
+    sizes = CPU_SIZES
+    if bench.cuda:
+        sizes = SIZES
+    for n in range(2, bench.size + 1):
+        if bench.size % n != 0:
+            continue
         group = dist.new_group(list(range(n)))
-        for size in SIZES if bench.cuda else CPU_SIZES:
-            if bench.rank < n:
-                tensors = _tensors(bench, n, size)
-                for name, call in _calls(bench, group, n, tensors).items():
-                    _fill(*tensors)
-                    count = SAMPLES if size <= LARGE else FEW_SAMPLES
-                    if not (samples := measure(name, call, count, group)):
-                        continue
-                    ns = round(statistics.median(samples))
-                    row = {"op": name, "ranks": n, "bytes": size, "ns": ns}
-                    rows.append({**row, "samples": sorted(samples)})
+        # ranks outside of the group wait at the barrier
+        if bench.rank < n:
+            for size in sizes:
+                rows += _rows_of_size(bench, group, n, size, measure)
         dist.barrier()
         then()
+    return rows
+
+
+def _rows_of_size(
+    bench: _Bench,
+    group: Group,
+    n: int,
+    size: int,
+    measure: Callable[[str, Call, int, Group], list[int]],
+) -> list[Row]:
+    """Rows {op, ranks, bytes, ns, samples} of each collective with messages of ``size`` bytes."""
+    count = SAMPLES
+    if size > LARGE:
+        count = FEW_SAMPLES
+    rows = []
+    tensors = _tensors(bench, n, size)
+    for name, call in _calls(bench, group, n, tensors).items():
+        _fill(*tensors)
+        samples = measure(name, call, count, group)
+        # nothing was above what the copies alone take
+        if not samples:
+            continue
+        ns = round(statistics.median(samples))
+        row = {"op": name, "ranks": n, "bytes": size, "ns": ns}
+        rows.append({**row, "samples": sorted(samples)})
     return rows
 
 
@@ -461,23 +536,32 @@ def _calls_stage(bench: _Bench) -> Row:
     hosts: list[list[Row]] = []
 
     def look_at_host() -> None:
-        hosts.append(host_calls(bench.rank, bench.size) if bench.cuda else [])
+        looked: list[Row] = []
+        if bench.cuda:
+            looked = host_calls(bench.rank, bench.size)
+        hosts.append(looked)
 
     look_at_host()
     rows = _collectives(bench, look_at_host)
     while len(hosts) < LOOKS:
         look_at_host()
-    name = torch.cuda.get_device_name() if bench.cuda else "CPU"
-    kind = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if bench.cuda else "gloo"
+    device_name = "CPU"
+    library = "gloo"
+    if bench.cuda:
+        device_name = torch.cuda.get_device_name()
+        library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    held = []
+    if bench.cuda and bench.size > 1:
+        held = _held(bench)
     today = datetime.date.today()
     return {
         "format": FORMAT,
-        "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
+        "source": f"{bench.size} x {device_name}, {library}, torch {torch.__version__}, {today}",
         NCCL_ENV: recorded(),
         "collectives": rows,
         "overlap": [],
         "host": middle(hosts),
-        "held": _held(bench) if bench.cuda and bench.size > 1 else [],
+        "held": held,
     }
 
 
@@ -562,12 +646,24 @@ def overlaps(size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Row]
     for num_bytes in OVERLAP_SIZES:
         for name, kind in itertools.product(OPS, KINDS):
             call = calls(num_bytes).get(name)  # anew each time: sums of sums grow
-            found = _on_device(compute[kind], call) if call is not None else None
-            if found is not None:
-                first, second, counted = found
-                row = {"op": name, "ranks": size, "bytes": num_bytes, "kind": kind}
-                factors = {"compute": round(first, 4), "call": round(second, 4)}
-                rows.append({**row, **factors, "rounds": counted})
+            if call is None:
+                continue
+            factors = _on_device(compute[kind], call)
+            # in no round did the two run side by side long enough
+            if factors is None:
+                continue
+            compute_factor, call_factor, counted_rounds = factors
+            rows.append(
+                {
+                    "op": name,
+                    "ranks": size,
+                    "bytes": num_bytes,
+                    "kind": kind,
+                    "compute": round(compute_factor, 4),
+                    "call": round(call_factor, 4),
+                    "rounds": counted_rounds,
+                }
+            )
     return rows
 
 
@@ -600,10 +696,11 @@ def _heat(product: Call) -> None:
 
 def _slowest(*times: float) -> list[float]:
     """The same numbers on every rank: the largest of any."""
-    found = torch.tensor(times, dtype=torch.float64)
-    found = found.cuda() if dist.get_backend() == "nccl" else found
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [max(1.0, value) for value in found.tolist()]
+    slowest = torch.tensor(times, dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        slowest = slowest.cuda()
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [max(1.0, ns) for ns in slowest.tolist()]
 
 
 def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float, int] | None:
@@ -616,17 +713,20 @@ def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float, int] | Non
 
 # -- on a GPU -------------------------------------------------------------------------------------
 def _on_device(compute: Call, call: Call) -> tuple[float, float, int] | None:
+    """Factors of computing and of the call, and the rounds counted, as ``_medians`` has them."""
     side, word = torch.cuda.Stream(), torch.zeros(1, device="cuda")
-    one, each = _slowest(
-        _between(lambda: _times(10, compute)) / 10, _between(lambda: _times(2, call)) / 2
-    )
-    count = math.ceil(_LONGER * each / one) + 1  # the same on every rank, or clocks part
+    own_compute_ns = _between(lambda: _times(10, compute)) / 10
+    own_call_ns = _between(lambda: _times(2, call)) / 2
+    compute_ns, call_ns = _slowest(own_compute_ns, own_call_ns)
+    # the same on every rank, or clocks part
+    count = math.ceil(_LONGER * call_ns / compute_ns) + 1
     torch.cuda.synchronize()
     torch.cuda._sleep(_OVERLAP_AHEAD_CYCLES)
     phases = _Phases(side, call, lambda: _times(count, compute), lambda: dist.all_reduce(word))
     marks = [phases.round(bool(number % 2)) for number in range(ROUNDS)]
     torch.cuda.synchronize()
-    return _medians(_call_first([_round_of(one) for one in marks][DROPPED:]))
+    rounds = [_round_of(marks_of_round) for marks_of_round in marks[DROPPED:]]
+    return _medians(_slowdowns(rounds))
 
 
 def _times(count: int, call: Call) -> None:
@@ -637,7 +737,7 @@ def _times(count: int, call: Call) -> None:
 def _between(call: Call) -> float:
     """ns of the second of two runs."""
     call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = _events(2)
     begin.record()
     call()
     end.record()
@@ -653,14 +753,18 @@ class _Phases:
 
     def round(self, beside_first: bool) -> list[list[torch.cuda.Event]]:
         """Marks of both phases: computing behind the call, and beside it."""
-        order = (True, False) if beside_first else (False, True)
-        found = {beside: self._phase(beside) for beside in order}
-        return [found[False], found[True]]
+        if beside_first:
+            beside = self._phase(beside=True)
+            behind = self._phase(beside=False)
+        else:
+            behind = self._phase(beside=False)
+            beside = self._phase(beside=True)
+        return [behind, beside]
 
     def _phase(self, beside: bool) -> list[torch.cuda.Event]:
         """[the call begins, ends, computing begins, ends]."""
         main = torch.cuda.current_stream()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        marks = _events(4)
         self.meet()
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
@@ -678,24 +782,35 @@ class _Phases:
 
 
 def _round_of(marks: list[list[torch.cuda.Event]]) -> OverlapRound:
+    """Times of a round, from the marks of ``_Phases.round``."""
     behind, beside = marks
-    call, compute, call_beside, compute_beside = (
-        phase[i].elapsed_time(phase[i + 1]) * 1e6 for phase in marks for i in (0, 2)
+    call_begins, call_ends, compute_begins, compute_ends = beside
+    return OverlapRound(
+        call=behind[0].elapsed_time(behind[1]) * 1e6,
+        compute=behind[2].elapsed_time(behind[3]) * 1e6,
+        call_beside=call_begins.elapsed_time(call_ends) * 1e6,
+        compute_beside=compute_begins.elapsed_time(compute_ends) * 1e6,
+        both=compute_begins.elapsed_time(call_ends) * 1e6,
+        covered=call_ends.elapsed_time(compute_ends) >= 0,
     )
-    both = beside[2].elapsed_time(beside[1]) * 1e6
-    covered = beside[1].elapsed_time(beside[3]) >= 0
-    return OverlapRound(call, compute, call_beside, compute_beside, both, covered)
 
 
-def _call_first(rounds: list[OverlapRound]) -> list[tuple[float, float]]:
-    """Factors of the rounds that count: what each lost, in times of how long both ran."""
-    found = []
-    for one in rounds:
-        if one.covered and one.both >= _LEAST_NS:
-            lost = one.compute_beside - one.compute, one.call_beside - one.call
-            first, second = (min(max(ns / one.both, 0.0), _MOST) for ns in lost)
-            found.append((1 / (1 - first), 1 / (1 - second)))
-    return found
+def _slowdowns(rounds: list[OverlapRound]) -> list[tuple[float, float]]:
+    """Factors (of computing, of the call) of the rounds that count."""
+    factors = []
+    for round_ in rounds:
+        # a call that outlasts computing ran alone at its end, and a short overlap is mostly head
+        if not round_.covered or round_.both < _LEAST_NS:
+            continue
+        compute_share = _lost_share(round_.compute_beside - round_.compute, round_.both)
+        call_share = _lost_share(round_.call_beside - round_.call, round_.both)
+        factors.append((1 / (1 - compute_share), 1 / (1 - call_share)))
+    return factors
+
+
+def _lost_share(lost_ns: float, both_ns: float) -> float:
+    """What was lost, as a share of the time in which both ran: 0 to ``_MOST``."""
+    return min(max(lost_ns / both_ns, 0.0), _MOST)
 
 
 if __name__ == "__main__":
