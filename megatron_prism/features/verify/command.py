@@ -42,11 +42,15 @@ def verify(args: argparse.Namespace) -> int:
     if not args.job:
         raise UsageError("verify which job?", fix="prism verify -- pretrain_gpt.py <its arguments>")
     line = line_of(args.ours, args.job)
-    against = _other(args.against, line, args) if args.against else None
+    against = None
+    reference = "one rank alone"
+    if args.against:
+        against = _other(args.against, line, args)
+        reference = "the other job"
     talk = console(stderr=args.json or bool(args.csv))
     with tempfile.TemporaryDirectory(prefix="prism-verify-") as temporary:
         folder = args.keep or Path(temporary)
-        found = verdict.verify(
+        judged = verdict.verify(
             line,
             against,
             folder,
@@ -55,40 +59,52 @@ def verify(args: argparse.Namespace) -> int:
             resume=args.resume,
             precise=args.precise,
         )
-    other = "the other job" if against else "one rank alone"
-    text = "\n".join(_page(found, other))
-    rows = [{"argument": n, "before": a, "after": b, "why": w} for n, a, b, w in found.asked]
-    data = found.to_json()
+    text = "\n".join(_page(judged, reference))
+    rows = []
+    for argument, before, after, why in judged.asked:
+        rows.append({"argument": argument, "before": before, "after": after, "why": why})
+    data = judged.to_json()
+    status = _UNDECIDED
+    if judged.same is not None:
+        status = int(not judged.same)
     answer = Answer(
         lambda: data,
         lambda: talk.print(text),
         lambda: rows,
-        status=_UNDECIDED if found.same is None else int(not found.same),
+        status=status,
         html=lambda: render_page(
             "prism verify",
-            str(found.world),
-            f"copy: {found.copy}",
+            str(judged.world),
+            f"copy: {judged.copy}",
             _SCRIPT,
-            {**data, "text": text, "other": other},
+            {**data, "text": text, "other": reference},
             text,
         ),
     )
     return deliver(args, answer)
 
 
-def line_of(ours: Sequence[str], job: Sequence[str], python: str = sys.executable) -> Line:
+def line_of(prism_flags: Sequence[str], job: Sequence[str], python: str = sys.executable) -> Line:
     """A job of our flags and of a script with its arguments."""
     from megatron_prism.emulate import options
     from megatron_prism.features.verify.verdict import Line
 
-    flags, rest = options.split(list(job[1:]))
-    words = [*ours, *(word for _, some in flags for word in some)]
+    flags, megatron_words = options.split(list(job[1:]))
+    words = list(prism_flags)
+    for _, words_of_flag in flags:
+        words += words_of_flag
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "PRISM_ARGS")}
-    given = options.from_command_line(["--prism-emulate", *words, *rest], env)
-    assert given is not None, "--prism-emulate is among them"
-    sized = any(word.startswith("--prism-world-size") for word in words) or "WORLD_SIZE" in env
-    script = job[0] if job[0] == "-m" else str(Path(job[0]).resolve())
-    return Line((script, *rest), given.world, sized, python)
+    job_options = options.from_command_line(["--prism-emulate", *words, *megatron_words], env)
+    assert job_options is not None, "--prism-emulate is among them"
+    # a line without a size of the world does not say the size of dp
+    dp_known = "WORLD_SIZE" in env
+    for word in words:
+        dp_known = dp_known or word.startswith("--prism-world-size")
+    script = job[0]
+    # ranks of the copy run in folders of their own
+    if script != "-m":
+        script = str(Path(script).resolve())
+    return Line((script, *megatron_words), job_options.world, dp_known, python)
 
 
 def _other(text: str, line: Line, args: argparse.Namespace) -> Line:
@@ -98,64 +114,82 @@ def _other(text: str, line: Line, args: argparse.Namespace) -> Line:
     words = shlex.split(text)
     if not any(word.endswith(".py") for word in words):
         return line_of(args.ours, [*line.words, *words])
-    python = words[0] if re.search(r"/python[\d.]*$", words[0]) else sys.executable
-    ours, job = job_of(words, args.ours)
-    return line_of([*args.ours, *ours], job, python)
+    # another environment, such as one with another Megatron
+    python = sys.executable
+    if re.search(r"/python[\d.]*$", words[0]):
+        python = words[0]
+    prism_flags, job = job_of(words, args.ours)
+    return line_of([*args.ours, *prism_flags], job, python)
 
 
-def _page(found: Verdict, other: str) -> list[str]:
+def _page(verdict: Verdict, reference: str) -> list[str]:
     """The verdict as lines of text."""
-
-    def row(name: str, text: object) -> str:
-        return f"  {name:<{_WIDTH}}{text}"
-
-    reasons: dict[str, list[str]] = {}
-    for name, before, after, why in found.asked:
-        sizes = why == "sizes"
-        reasons.setdefault(why, []).append(f"{name} {before} -> {after}" if sizes else name)
-    lines = [f"job: {found.world}", f"copy: {found.copy}"]
-    for why, names in reasons.items():
-        text = ", ".join(names)
-        lines.append(row("sizes", text) if why == "sizes" else row("without", f"{why}: {text}"))
-    lines.append(row("not checked", found.not_checked))
-    percent = {kind: f"{kind} {share:.0%}" for kind, share in found.worst.items() if share}
-    if found.counts:
-        counts = ", ".join(f"{n:,} {kind}" for kind, n in found.counts.items())
-        lines.append(row("compared", f"{counts} in {counted(found.iterations, 'iteration')}"))
+    lines = [f"job: {verdict.world}", f"copy: {verdict.copy}", *_changes(verdict)]
+    lines.append(_row("not checked", verdict.not_checked))
+    if verdict.counts:
+        counts = ", ".join(f"{n:,} {kind}" for kind, n in verdict.counts.items())
+        lines.append(_row("compared", f"{counts} in {counted(verdict.iterations, 'iteration')}"))
         rule = "roundings of sums; more where one of each parameter moves a value farther"
-        lines.append(row("tolerance", f"{found.tolerance:.1e} of a value: {rule}"))
-    if percent and found.same:
-        lines.append(row("largest", ", ".join(percent.values()) + " of the tolerance"))
-    lines += [
-        row("reported", f"{one.where} of iteration {one.iteration}: {one.notes[0]}")
-        for one in found.reports
-    ]
-    if found.same is None:
-        return [*lines, f"not decided: {found.why}", *_difference(found)]
-    if found.same:
-        return [*lines, f"same: it computes what {other} computes"]
-    who = f"{found.run}: " if found.run else ""
-    lines += [f"{who}differs from {other}", *_difference(found)]
-    if found.culprits:
-        lines.append(row("gone without", ", ".join(found.culprits)))
-    elif found.tried:
-        lines.append(row("gone without", f"none of {', '.join(found.tried)}"))
+        lines.append(_row("tolerance", f"{verdict.tolerance:.1e} of a value: {rule}"))
+    shares = [f"{kind} {share:.0%}" for kind, share in verdict.worst.items() if share]
+    if shares and verdict.same:
+        lines.append(_row("largest", ", ".join(shares) + " of the tolerance"))
+    for report in verdict.reports:
+        place = f"{report.where} of iteration {report.iteration}"
+        lines.append(_row("reported", f"{place}: {report.notes[0]}"))
+    if verdict.same is None:
+        return [*lines, f"not decided: {verdict.why}", *_difference(verdict)]
+    if verdict.same:
+        return [*lines, f"same: it computes what {reference} computes"]
+    sentence = f"differs from {reference}"
+    # a run that was resumed; the copy from its beginning has no name
+    if verdict.run:
+        sentence = f"{verdict.run}: {sentence}"
+    lines += [sentence, *_difference(verdict)]
+    if verdict.culprits:
+        lines.append(_row("gone without", ", ".join(verdict.culprits)))
+    elif verdict.tried:
+        lines.append(_row("gone without", f"none of {', '.join(verdict.tried)}"))
     return lines
 
 
-def _difference(found: Verdict) -> list[str]:
-    first = found.difference
+def _row(name: str, text: object) -> str:
+    return f"  {name:<{_WIDTH}}{text}"
+
+
+def _changes(verdict: Verdict) -> list[str]:
+    """Lines on the arguments that the copy has not, or has of another size, a line a reason."""
+    names_of_reason: dict[str, list[str]] = {}
+    for name, before, after, why in verdict.asked:
+        text = name
+        if why == "sizes":
+            text = f"{name} {before} -> {after}"
+        names_of_reason.setdefault(why, []).append(text)
+    lines = []
+    for why, names in names_of_reason.items():
+        text = ", ".join(names)
+        if why == "sizes":
+            lines.append(_row("sizes", text))
+        else:
+            lines.append(_row("without", f"{why}: {text}"))
+    return lines
+
+
+def _difference(verdict: Verdict) -> list[str]:
+    """Lines on the first difference, and how many more there are."""
+    first = verdict.difference
     if first is None:
         return []
-    more, of = first.as_well
-    rest = f"{more} more of {of}" if of else ""
-    lines = [f"  first: {first.what} of iteration {first.iteration}, {first.where} ({first.place})"]
+    remarks = []
     # a value that one run has not is off by no number
     if first.error is not None:
-        off = f"{first.error:.2g} off, {first.tolerance:.1g} allowed"
-        rest = f"{off}; {rest}" if rest else off
-    if rest:
-        lines.append(f"    {rest}")
+        remarks.append(f"{first.error:.2g} off, {first.tolerance:.1g} allowed")
+    num_also, num_compared = first.as_well
+    if num_compared:
+        remarks.append(f"{num_also} more of {num_compared}")
+    lines = [f"  first: {first.what} of iteration {first.iteration}, {first.where} ({first.place})"]
+    if remarks:
+        lines.append("    " + "; ".join(remarks))
     return [*lines, *(f"    {note}" for note in first.notes)]
 
 

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class _Value:
 
     where: str
     place: str
-    got: np.ndarray
+    actual: np.ndarray
     wanted: np.ndarray
     size: float
     floor: float = 0.0
@@ -114,7 +115,7 @@ class LayoutComparison:
     """
 
     job: Kept
-    other: Kept
+    reference: Kept
     rounded: Kept
     iterations: int
     worst: dict[str, float] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class LayoutComparison:
     @property
     def microbatches(self) -> int:
         """Of one iteration, in the whole batch."""
-        return len({number for iteration, number, _ in self.other.losses if iteration == 1})
+        return len({number for iteration, number, _ in self.reference.losses if iteration == 1})
 
     @property
     def last_bit(self) -> float:
@@ -147,11 +148,11 @@ class LayoutComparison:
             UndecidedError: if a run ended early, or a value that is compared with is no number.
         """
         self.job.check_iterations(start, self.iterations)
-        for kept in (self.other, self.rounded):
-            kept.check_iterations(0, self.iterations)
+        for run in (self.reference, self.rounded):
+            run.check_iterations(0, self.iterations)
         with np.errstate(all="ignore"):
-            for kind, iteration, values, least in self._steps(start):
-                difference = self._compare(kind, iteration, values(iteration), least)
+            for kind, iteration, values, least_allowed in self._steps(start):
+                difference = self._compare(kind, iteration, values(iteration), least_allowed)
                 if difference is not None:
                     return difference
         return None
@@ -192,7 +193,7 @@ class LayoutComparison:
         return differences
 
     def _compare(
-        self, kind: str, iteration: int, values: Iterable[_Item], least: float
+        self, kind: str, iteration: int, values: Iterable[_Item], least_allowed: float
     ) -> LayoutDifference | None:
         """Find the first of ``values`` that differs, and how many do."""
         wrong: dict[str, _Wrong] = {}
@@ -204,9 +205,11 @@ class LayoutComparison:
                 wrong.setdefault(value.where, _Wrong(value, None, 0.0))
                 continue
             self._check_finite(kind, iteration, value)
-            error = _norm(value.got - value.wanted) / value.size
-            allowed = max(least, FLOORS * value.floor / value.size)
-            share = error / allowed if allowed else error
+            error = _norm(value.actual - value.wanted) / value.size
+            allowed = max(least_allowed, FLOORS * value.floor / value.size)
+            share = error
+            if allowed:
+                share = error / allowed
             # a share that is no number is of a value that is none
             if math.isnan(share):
                 share = math.inf
@@ -220,7 +223,8 @@ class LayoutComparison:
         if not wrong:
             return None
         if kind == NAMES:
-            names.update(*(kept.tensors("parameter", iteration) for kept in (self.job, self.other)))
+            names.update(self.job.tensors("parameter", iteration))
+            names.update(self.reference.tensors("parameter", iteration))
         return self._difference(kind, iteration, wrong, len(names))
 
     def _check_finite(self, kind: str, iteration: int, value: _Value) -> None:
@@ -230,9 +234,9 @@ class LayoutComparison:
             UndecidedError: if neither run has one, or roundings alone make it none.
         """
         place = f"{kind} of iteration {iteration}, {value.where}"
-        if not np.isfinite(value.wanted).all() and not np.isfinite(value.got).all():
+        if not np.isfinite(value.wanted).all() and not np.isfinite(value.actual).all():
             raise UndecidedError(
-                f"{self.job.title} and {self.other.title} have NaN or infinity: {place}"
+                f"{self.job.title} and {self.reference.title} have NaN or infinity: {place}"
             )
         if np.isfinite(value.wanted).all() and not math.isfinite(value.floor):
             raise UndecidedError(f"{self.rounded.title} has NaN or infinity: {place}")
@@ -249,17 +253,17 @@ class LayoutComparison:
             notes = (value.note,)
         elif value.notes:
             notes = value.notes
-        elif not np.isfinite(value.got).all():
+        elif not np.isfinite(value.actual).all():
             notes = (f"NaN or infinity in {self.job.title} only",)
         elif not np.isfinite(value.wanted).all():
-            notes = (f"NaN or infinity in {self.other.title} only",)
+            notes = (f"NaN or infinity in {self.reference.title} only",)
         elif value.part is not None:
             held = self.job.tensors(kind, iteration)
             notes, axes = self._of_part(value.part, value.wanted, held)
             if self._by_one_factor(wrong):
                 notes += ("all by the same factor",)
-        elif value.got.size == 1:
-            notes = self._of_number(kind, value.got.item(), value.wanted.item())
+        elif value.actual.size == 1:
+            notes = self._of_number(kind, value.actual.item(), value.wanted.item())
         as_well = len(wrong) - 1, compared
         return LayoutDifference(
             kind,
@@ -280,7 +284,7 @@ class LayoutComparison:
             value = difference.value
             if isinstance(value, _Lack):
                 return False
-            ratios.append(_ratio(value.got, value.wanted))
+            ratios.append(_ratio(value.actual, value.wanted))
         return len(ratios) > 1 and bool(np.allclose(ratios, ratios[0], _ALIKE))
 
     def _say_not_compared(self, sentence: str) -> None:
@@ -292,21 +296,21 @@ class LayoutComparison:
 
     def _coverage(self, kind: str, iteration: int) -> Iterator[_Lack]:
         """Yield the tensors that one run has not, or has of another shape, by name and rank."""
-        wanted = self.other.tensors(kind, iteration)
-        got = self.job.tensors(kind, iteration)
+        wanted = self.reference.tensors(kind, iteration)
+        actual = self.job.tensors(kind, iteration)
         self._check_whole(kind, iteration)
         for key in wanted:
-            if key not in got:
-                yield _Lack(key, "no rank", f"in {self.other.title} only")
-        for key, parts in got.items():
+            if key not in actual:
+                yield _Lack(key, "no rank", f"in {self.reference.title} only")
+        for key, parts in actual.items():
             ranks = ranks_text({part.rank for part in parts})
             if key not in wanted:
                 yield _Lack(key, ranks, f"in {self.job.title} only")
                 continue
-            yield from self._shapes(parts, wanted[key][0].whole)
+            yield from self._shapes(parts, wanted[key][0].global_shape)
             missing = missing_elements(parts)
             if missing:
-                of = f"{missing:,} of {math.prod(parts[0].whole):,} elements"
+                of = f"{missing:,} of {math.prod(parts[0].global_shape):,} elements"
                 yield _Lack(key, "no rank", f"{of} are on no rank of {self.job.title}")
             yield from self._ranks_without(kind, iteration, key)
 
@@ -316,160 +320,174 @@ class LayoutComparison:
         Raises:
             UndecidedError: with the tensor that is missing.
         """
-        wanted = self.other.tensors(kind, iteration)
+        wanted = self.reference.tensors(kind, iteration)
         rounded = self.rounded.tensors(kind, iteration)
         for key, parts in wanted.items():
             if missing_elements(parts):
-                raise UndecidedError(f"{self.other.title} has a part of {kind} {key} alone")
-            if key not in rounded or rounded[key][0].whole != parts[0].whole:
+                raise UndecidedError(f"{self.reference.title} has a part of {kind} {key} alone")
+            if key not in rounded or rounded[key][0].global_shape != parts[0].global_shape:
                 raise UndecidedError(f"{self.rounded.title} has another {kind} {key}")
 
-    def _shapes(self, parts: Sequence[Shard], whole: tuple[int, ...]) -> Iterator[_Lack]:
+    def _shapes(self, parts: Sequence[Shard], global_shape: tuple[int, ...]) -> Iterator[_Lack]:
         """Yield the parts of wholes of another shape."""
         for part in parts:
-            if part.whole != whole:
-                note = f"shape {list(part.whole)} in place of {list(whole)}"
+            if part.global_shape != global_shape:
+                note = f"shape {list(part.global_shape)} in place of {list(global_shape)}"
                 yield _Lack(part.key, part.place, note)
 
     def _ranks_without(self, kind: str, iteration: int, key: str) -> Iterator[_Lack]:
         """Yield the ranks that have a part of a parameter and nothing of this kind of it."""
         having = {(part.rank, part.offset) for part in self.job.tensors(kind, iteration)[key]}
         # a parameter is compared with what the rank had before the step
-        before = iteration - 1 if kind == "parameter" else iteration
+        before = iteration
+        if kind == "parameter":
+            before = iteration - 1
         for part in self.job.tensors("parameter", before).get(key, ()):
             if (part.rank, part.offset) not in having:
                 yield _Lack(key, part.place, f"the rank has the parameter and no {kind} of it")
 
+    def _title_of_only(self, place: object, of_job: Mapping[Any, object]) -> str:
+        """Return the title of the run that has a value which the other run has not."""
+        if place in of_job:
+            return self.job.title
+        return self.reference.title
+
     # -- the values of an iteration, in the order of execution ------------------------------------
 
     def _initial(self, _: int) -> Iterator[_Item]:
-        wanted = self.other.wholes("parameter", 0)
+        wanted = self.reference.wholes("parameter", 0)
         for key, parts in self.job.tensors("parameter", 0).items():
             for part in parts:
                 yield _Value(key, part.place, part.data, part.of(wanted[key]), 1.0)
 
     def _losses(self, iteration: int) -> Iterator[_Item]:
         """Losses of each microbatch on each tensor rank."""
-        for place in {**self.other.losses, **self.job.losses}:
+        for place in {**self.reference.losses, **self.job.losses}:
             place_iteration, number, name = place
             if place_iteration != iteration:
                 continue
             where = f"{name} of microbatch {number}"
-            wanted, got = self.other.losses.get(place), self.job.losses.get(place)
-            if wanted is None or got is None:
-                only = self.other.title if got is None else self.job.title
-                yield _Lack(where, "all ranks", f"in {only} only")
+            wanted, actual = self.reference.losses.get(place), self.job.losses.get(place)
+            if wanted is None or actual is None:
+                title = self._title_of_only(place, self.job.losses)
+                yield _Lack(where, "all ranks", f"in {title} only")
                 continue
             if place not in self.rounded.losses:
                 raise UndecidedError(f"{self.rounded.title} has no {where}")
             rounded = self.rounded.losses[place][0].mean
-            for loss in got:
+            for loss in actual:
                 yield _number(where, f"rank {loss.rank}", loss.mean, wanted[0].mean, rounded)
 
     def _reported(self, names: str, iteration: int) -> Iterator[_Item]:
         """Figures whose name has ``names``."""
-        for place in {**self.other.reported, **self.job.reported}:
+        for place in {**self.reference.reported, **self.job.reported}:
             place_iteration, name = place
             if place_iteration != iteration or not re.search(names, name):
                 continue
-            if place not in self.job.reported or place not in self.other.reported:
-                only = self.job if place in self.job.reported else self.other
-                yield _Lack(name, "last rank", f"reported by {only.title} only")
+            if place not in self.job.reported or place not in self.reference.reported:
+                title = self._title_of_only(place, self.job.reported)
+                yield _Lack(name, "last rank", f"reported by {title} only")
                 continue
-            wanted = self.other.reported[place]
+            wanted = self.reference.reported[place]
             rounded = self.rounded.reported.get(place, wanted)
             yield _number(name, "last rank", self.job.reported[place], wanted, rounded)
 
     def _routed(self, iteration: int) -> Iterator[_Item]:
         """Shares of tokens that experts get, layer by layer."""
-        for place in {**self.other.routed, **self.job.routed}:
+        for place in {**self.reference.routed, **self.job.routed}:
             place_iteration, layer = place
             if place_iteration != iteration:
                 continue
             where = f"layer {layer}"
-            if place not in self.job.routed or place not in self.other.routed:
-                only = self.job if place in self.job.routed else self.other
-                yield _Lack(where, "all ranks", f"routed in {only.title} only")
+            if place not in self.job.routed or place not in self.reference.routed:
+                title = self._title_of_only(place, self.job.routed)
+                yield _Lack(where, "all ranks", f"routed in {title} only")
                 continue
-            got, wanted = self.job.routed[place], self.other.routed[place]
-            if got.shape != wanted.shape:
-                note = f"{got.size} experts in place of {wanted.size}"
+            actual, wanted = self.job.routed[place], self.reference.routed[place]
+            if actual.shape != wanted.shape:
+                note = f"{actual.size} experts in place of {wanted.size}"
                 yield _Lack(where, "all ranks", note)
                 continue
             rounded = self.rounded.routed.get(place, wanted)
-            yield _Value(where, "all ranks", got, wanted, 1.0, _norm(rounded - wanted))
+            yield _Value(where, "all ranks", actual, wanted, 1.0, _norm(rounded - wanted))
 
     def _like_gradients(self, kind: str, iteration: int) -> Iterator[_Item]:
         """Gradients, or states of the optimizer, which are sums of them and of their squares."""
         yield from self._coverage(kind, iteration)
-        wanted = self.other.wholes(kind, iteration)
+        wanted = self.reference.wholes(kind, iteration)
         rounded = self.rounded.wholes(kind, iteration)
-        got = self.job.tensors(kind, iteration)
+        actual = self.job.tensors(kind, iteration)
         if not wanted:
             return
-        # beside these shares of a whole, and of all gradients, roundings of sums are as large
-        of_whole, of_all = 1e-2, 1e-4
+        # beside these shares of a full tensor, and of all gradients, roundings of sums are as large
+        of_full, of_all = 1e-2, 1e-4
         if kind == "exp_avg_sq":
-            of_whole, of_all = of_whole**2, of_all**2  # a sum of squares
-        usual = _mean(np.concatenate([whole.ravel() for whole in wanted.values()]))
+            of_full, of_all = of_full**2, of_all**2  # a sum of squares
+        usual = _mean(np.concatenate([tensor.ravel() for tensor in wanted.values()]))
         for key in reversed(wanted):  # backward
-            whole, moved = wanted[key], rounded[key] - wanted[key]
-            for part in got.get(key, ()):
+            full, moved = wanted[key], rounded[key] - wanted[key]
+            for part in actual.get(key, ()):
                 # another shape has been said by ``_coverage``
-                if part.whole != whole.shape:
+                if part.global_shape != full.shape:
                     continue
-                right, root = part.of(whole), math.sqrt(part.data.size)
-                size = root * max(_mean(right), of_whole * _mean(whole), of_all * usual)
+                right, root = part.of(full), math.sqrt(part.data.size)
+                size = root * max(_mean(right), of_full * _mean(full), of_all * usual)
                 floor = root * max(_mean(part.of(moved)), _mean(moved))
                 yield _Value(key, part.place, part.data, right, max(size, 1e-30), floor, part)
 
     def _norms(self, iteration: int) -> Iterator[_Item]:
         """What is in the gradient norm, by parameter and rank, and the norm of each rank."""
         yield from self._counts(iteration)
-        wanted, rounded = self.other.norms(iteration)[0], self.rounded.norms(iteration)[0]
-        for kept in (self.job, self.other):
-            for rank, got in enumerate(kept.norms(iteration)):
+        wanted, rounded = self.reference.norms(iteration)[0], self.rounded.norms(iteration)[0]
+        for run in (self.job, self.reference):
+            for rank, actual in enumerate(run.norms(iteration)):
                 where = "of all parameters"
-                if kept is self.other:
-                    where = f"of all parameters of {kept.title}"
-                if got is None and wanted is None:
+                if run is self.reference:
+                    where = f"of all parameters of {run.title}"
+                if actual is None and wanted is None:
                     self._say_not_compared("the gradient norm: neither run has one")
-                elif got is None or wanted is None:
-                    only = self.job.title if wanted is None else self.other.title
-                    yield _Lack(where, f"rank {rank}", f"in {only} only")
+                elif actual is None or wanted is None:
+                    title = self.reference.title
+                    if wanted is None:
+                        title = self.job.title
+                    yield _Lack(where, f"rank {rank}", f"in {title} only")
                 else:
-                    moved = wanted if rounded is None else rounded
-                    yield _number(where, f"rank {rank}", got, wanted, moved)
+                    moved = wanted
+                    if rounded is not None:
+                        moved = rounded
+                    yield _number(where, f"rank {rank}", actual, wanted, moved)
 
     def _counts(self, iteration: int) -> Iterator[_Value]:
         """How often each part of each gradient is in the norm that a rank gets.
 
         A part that is small beside the norm would vanish in it.
         """
-        wanted_counts = self.other.counted(iteration, 0)
+        wanted_counts = self.reference.counted(iteration, 0)
         wholes: dict[str, np.ndarray] = {}
         for rank in range(self.job.world.size):
             counts = self.job.counted(iteration, rank)
             if counts is None or wanted_counts is None:
-                without = self.job.title if counts is None else self.other.title
+                without = self.reference.title
+                if counts is None:
+                    without = self.job.title
                 self._say_not_compared(
                     f"which parameters are in the gradient norm: not known of {without}"
                 )
                 return
             for part in self._gradient_parts(iteration):
                 if part.key not in wholes:
-                    wholes[part.key] = placed(wanted_counts, part.key, part.whole)
+                    wholes[part.key] = placed(wanted_counts, part.key, part.global_shape)
                 wanted = part.of(wholes[part.key])
                 # a gradient that the other run has not is another difference, and said as such
                 if not np.isfinite(wanted).all():
                     continue
-                got = counts.get(part.part_key)
+                actual = counts.get(part.part_key)
                 # no member of the rank's groups has this part
-                if got is None:
-                    got = np.zeros(part.data.shape)
-                note = f"counted {_times(got)} in the norm of rank {rank}, not {_times(wanted)}"
+                if actual is None:
+                    actual = np.zeros(part.data.shape)
+                note = f"counted {_times(actual)} in the norm of rank {rank}, not {_times(wanted)}"
                 size = math.sqrt(part.data.size)
-                yield _Value(part.key, part.place, got, wanted, size, notes=(note,))
+                yield _Value(part.key, part.place, actual, wanted, size, notes=(note,))
 
     def _gradient_parts(self, iteration: int) -> list[Shard]:
         """Return the parts of the job's gradients, of copies the first."""
@@ -482,21 +500,21 @@ class LayoutComparison:
     def _parameters(self, iteration: int) -> Iterator[_Item]:
         """Updates; where a gradient is noise Adam steps by its sign, and those places count 0."""
         yield from self._coverage("parameter", iteration)
-        wanted, before = (self.other.wholes("parameter", i) for i in (iteration, 0))
+        wanted, before = (self.reference.wholes("parameter", i) for i in (iteration, 0))
         rounded, start = (self.rounded.wholes("parameter", i) for i in (iteration, 0))
-        gradients = self.other.wholes("gradient", 1)
+        gradients = self.reference.wholes("gradient", 1)
         parts = self.job.tensors("parameter", iteration)
-        for key, whole in wanted.items():
-            gradient = gradients.get(key, np.ones_like(whole))
+        for key, full in wanted.items():
+            gradient = gradients.get(key, np.ones_like(full))
             counts = np.abs(gradient) > 1e-3 * _mean(gradient)
-            step = (whole - before[key]) * counts
+            step = (full - before[key]) * counts
             moved = (rounded[key] - start[key]) * counts - step
             for part in parts.get(key, ()):
                 # another shape has been said by ``_coverage``
-                if part.whole != whole.shape:
+                if part.global_shape != full.shape:
                     continue
                 change = (part.data - part.of(before[key])) * part.of(counts)
-                rounding = 64 * self.last_bit * _norm(part.of(whole))
+                rounding = 64 * self.last_bit * _norm(part.of(full))
                 usual = 1e-2 * math.sqrt(part.data.size) * _mean(step)
                 size = max(_norm(part.of(step)), usual, rounding, 1e-30)
                 floor = _norm(part.of(moved))
@@ -504,16 +522,18 @@ class LayoutComparison:
 
     # -- what is known of a difference --------------------------------------------------------
 
-    def _of_number(self, kind: str, got: float, wanted: float) -> tuple[str, ...]:
+    def _of_number(self, kind: str, actual: float, wanted: float) -> tuple[str, ...]:
         """Say both numbers, and the factor between them if there is one."""
-        ratio = got / wanted if wanted else math.nan
+        ratio = math.nan
+        if wanted:
+            ratio = actual / wanted
         factor = self._as_factor(ratio)
         if kind == "gradient norm":
             # a norm is a root: what is counted twice shows in its square
             square = self._as_factor(ratio * ratio)
             if ":" in "".join(square):
                 factor = (f"its square: {square[0]}",)
-        return (f"{got:.7g} in place of {wanted:.7g}", *factor)
+        return (f"{actual:.7g} in place of {wanted:.7g}", *factor)
 
     def _as_factor(self, ratio: float) -> tuple[str, ...]:
         """``2 x: tp, or cp``: the sizes of groups whose product, or quotient, it is."""
@@ -536,7 +556,10 @@ class LayoutComparison:
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of groups, and the microbatches of a rank."""
         world = self.job.world
-        axes = _Axes if world.ep > 1 else _Axes[:4]  # without experts edp is another dp
+        axes: tuple[str, ...] = _Axes
+        # without experts edp is another dp
+        if world.ep == 1:
+            axes = _Axes[:4]
         sizes = {axis: getattr(world, axis) for axis in axes}
         sizes["the number of microbatches"] = self.microbatches // world.dp
         return sizes
@@ -545,8 +568,11 @@ class LayoutComparison:
         self, part: Shard, right: np.ndarray, held: Mapping[str, Sequence[Shard]]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what is known of a gradient that differs, and the axes that it points at."""
-        notes = self._as_factor(_ratio(part.data, right)) if _norm(part.data) else ("zero",)
-        copies = [other for other in held[part.key] if other.part_key == part.part_key]
+        notes: tuple[str, ...] = ("zero",)
+        if _norm(part.data):
+            notes = self._as_factor(_ratio(part.data, right))
+        copies = [copy for copy in held[part.key] if copy.part_key == part.part_key]
+        # where copies agree, adding them tells nothing of an axis
         if all(_norm(copy.data - part.data) <= _ALIKE * _norm(right) for copy in copies):
             return notes, ()
         ranks = ranks_text({copy.rank for copy in copies})
@@ -585,25 +611,34 @@ def _mean(values: np.ndarray) -> float:
 
 def _times(counts: np.ndarray) -> str:
     """``0 times``; ``0 to 1 times`` where elements differ."""
-    least, most = int(counts.min()), int(counts.max())
-    return f"{most} times" if least == most else f"{least} to {most} times"
+    fewest, highest = int(counts.min()), int(counts.max())
+    if fewest == highest:
+        return f"{highest} times"
+    return f"{fewest} to {highest} times"
 
 
 def _listed(names: Sequence[str]) -> str:
     """``a, b, c and 4 more``: the first of the names, each once."""
     single = list(dict.fromkeys(names))
     text = ", ".join(single[:_MOST_NAMES])
-    more = len(single) - _MOST_NAMES
-    return f"{text} and {more} more" if more > 0 else text
+    num_unlisted = len(single) - _MOST_NAMES
+    if num_unlisted <= 0:
+        return text
+    return f"{text} and {num_unlisted} more"
 
 
-def _number(where: str, place: str, got: float, wanted: float, rounded: float) -> _Value:
+def _number(where: str, place: str, actual: float, wanted: float, rounded: float) -> _Value:
     size, floor = max(abs(wanted), 1e-30), abs(rounded - wanted)
-    return _Value(where, place, np.array([got]), np.array([wanted]), size, floor)
+    return _Value(where, place, np.array([actual]), np.array([wanted]), size, floor)
 
 
-def _ratio(got: np.ndarray, wanted: np.ndarray) -> float:
+def _ratio(actual: np.ndarray, wanted: np.ndarray) -> float:
     """The factor between them, NaN where it is none."""
     square = float((wanted**2).sum())
-    ratio = float((got * wanted).sum()) / square if square else math.nan
-    return ratio if _norm(got - ratio * wanted) <= _ALIKE * max(_norm(got), 1e-30) else math.nan
+    if not square:
+        return math.nan
+    # the factor of the least squares; where it leaves a rest, there is none
+    ratio = float((actual * wanted).sum()) / square
+    if _norm(actual - ratio * wanted) <= _ALIKE * max(_norm(actual), 1e-30):
+        return ratio
+    return math.nan

@@ -37,15 +37,15 @@ class Shard:
 
     key: str
     offset: tuple[int, ...]
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     rank: int
     data: np.ndarray
 
-    def of(self, whole: np.ndarray) -> np.ndarray:
-        """Return the same part of another whole."""
+    def of(self, full_tensor: np.ndarray) -> np.ndarray:
+        """Return the same part of another full tensor."""
         ends = zip(self.offset, self.data.shape, strict=True)
         place: tuple[Any, ...] = tuple(slice(start, start + length) for start, length in ends)
-        return whole[(*place, ...)]  # a view, of a single number too
+        return full_tensor[(*place, ...)]  # a view, of a single number too
 
     @property
     def part_key(self) -> PartKey:
@@ -55,7 +55,7 @@ class Shard:
     @property
     def bounds(self) -> str:
         """``[32:64, 0:16]``; empty where the rank has all of it."""
-        if self.data.shape == self.whole:
+        if self.data.shape == self.global_shape:
             return ""
         ends = zip(self.offset, self.data.shape, strict=True)
         return f"[{', '.join(f'{start}:{start + length}' for start, length in ends)}]"
@@ -64,7 +64,9 @@ class Shard:
     def place(self) -> str:
         """``rank 3, [32:64, 0:16]``; the rank alone where it has all of it."""
         bounds = self.bounds
-        return f"rank {self.rank}, {bounds}" if bounds else f"rank {self.rank}"
+        if not bounds:
+            return f"rank {self.rank}"
+        return f"rank {self.rank}, {bounds}"
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,14 @@ class Kept:
             try:
                 with np.load(self.folder / f"rank-{rank}.npz") as file:
                     arrays = [file[name] for name in file.files]
+            # a rank that was killed leaves none, or the beginning of one
             except (OSError, ValueError, zipfile.BadZipFile):
                 arrays = []
             if len(arrays) != len(facts["tensors"]):
                 raise UndecidedError(f"rank {rank} of {self.title} has not kept all its tensors")
             for description, data in zip(facts["tensors"], arrays, strict=True):
-                kind, iteration, key, offset, whole = description
-                part = Shard(key, tuple(offset), tuple(whole), rank, data)
+                kind, iteration, key, offset, global_shape = description
+                part = Shard(key, tuple(offset), tuple(global_shape), rank, data)
                 tensors.setdefault((kind, iteration), {}).setdefault(key, []).append(part)
         return tensors
 
@@ -229,6 +232,7 @@ class Kept:
         for call_iteration, kind, ranks, nameless in self.facts[member].get("norm_calls", ()):
             if call_iteration != iteration or tuple(ranks) != group:
                 continue
+            # a tensor that is no gradient of a parameter: nobody can say which elements it has
             if nameless:
                 return None
             for part in self._tensors_of(member, kind, iteration):
@@ -246,29 +250,33 @@ class Kept:
 
 def assembled(parts: list[Shard]) -> np.ndarray:
     """Put parts together; of copies the first counts, and what nobody has is NaN."""
-    whole = np.full(parts[0].whole, math.nan)
+    full_tensor = np.full(parts[0].global_shape, math.nan)
     for part in reversed(parts):
-        if part.whole == parts[0].whole:
-            part.of(whole)[...] = part.data
-    return whole
+        if part.global_shape == parts[0].global_shape:
+            part.of(full_tensor)[...] = part.data
+    return full_tensor
 
 
 def missing_elements(parts: list[Shard]) -> int:
     """Return how many elements of a whole are in no part."""
-    held = np.zeros(parts[0].whole, bool)
+    held = np.zeros(parts[0].global_shape, bool)
     for part in parts:
-        if part.whole == parts[0].whole:
+        if part.global_shape == parts[0].global_shape:
             part.of(held)[...] = True
     return int(held.size - held.sum())
 
 
-def placed(counts: Mapping[PartKey, np.ndarray], key: str, whole: tuple[int, ...]) -> np.ndarray:
+def placed(
+    counts: Mapping[PartKey, np.ndarray], key: str, global_shape: tuple[int, ...]
+) -> np.ndarray:
     """Return the counts of one parameter as a whole; NaN where no part has an element."""
     shards = []
     for (name, offset, _), count in counts.items():
         if name == key:
-            shards.append(Shard(name, offset, whole, 0, count))
-    return assembled(shards) if shards else np.full(whole, math.nan)
+            shards.append(Shard(name, offset, global_shape, 0, count))
+    if not shards:
+        return np.full(global_shape, math.nan)
+    return assembled(shards)
 
 
 def _mean_loss(members: list[tuple[list[float], int]]) -> MeanLoss:
@@ -282,8 +290,10 @@ def _mean_loss(members: list[tuple[list[float], int]]) -> MeanLoss:
     if len(lengths) > 1:
         return MeanLoss(math.nan, first_rank)
     total = np.sum([numbers for numbers, _ in members], axis=0)
+    # each rank says a mean
     if len(total) != 2:
         return MeanLoss(float(total[0] / len(members)), first_rank)
+    # a sum, of no tokens: the loss mask hides all of them
     if not total[1]:
         return MeanLoss(math.nan, first_rank)
     return MeanLoss(float(total[0] / total[1]), first_rank)

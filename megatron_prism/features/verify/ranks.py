@@ -45,13 +45,14 @@ class Server:
     """Runs worlds; a context manager that ends its processes."""
 
     def __init__(self, python: str = sys.executable) -> None:
-        mine = {key: text for key, text in os.environ.items() if key != "PRISM_ARGS"}
-        mine.setdefault("OMP_NUM_THREADS", "1")
+        # flags that a user keeps in the environment are not meant for the copies
+        env = {key: text for key, text in os.environ.items() if key != "PRISM_ARGS"}
+        env.setdefault("OMP_NUM_THREADS", "1")
         self._process = subprocess.Popen(
             [python, "-W", "ignore", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=mine,
+            env=env,
             start_new_session=True,
         )
 
@@ -104,10 +105,17 @@ def _train(run: SmallRun) -> Json:
             failed = json.loads(file.read_text())
         else:
             code = os.waitstatus_to_exitcode(status)
-            said = f"did not end in {_PATIENCE} s" if code == -signal.SIGALRM else f"ended: {code}"
-            failed = {"message": f"rank {rank} {said}", "kind": "hang" if code < 0 else ""}
-        for other in pids:
-            os.kill(other, signal.SIGKILL)
+            end = f"ended: {code}"
+            # the rank's own alarm: it waits for another rank
+            if code == -signal.SIGALRM:
+                end = f"did not end in {_PATIENCE} s"
+            kind = ""
+            if code < 0:
+                kind = "hang"
+            failed = {"message": f"rank {rank} {end}", "kind": kind}
+        # ranks that go on would wait for the one that failed
+        for pid_left in pids:
+            os.kill(pid_left, signal.SIGKILL)
     return failed or {"done": True}
 
 
@@ -164,8 +172,8 @@ def sentence(error: BaseException) -> str:
         return text or type(error).__name__
     last = frames[-1]
     file = "/".join(Path(last.filename).parts[-3:])
-    what = f"{type(error).__name__} {text}".strip()
-    return f"{what} at {file}:{last.lineno}, in {last.name}: {last.line}"
+    message = f"{type(error).__name__} {text}".strip()
+    return f"{message} at {file}:{last.lineno}, in {last.name}: {last.line}"
 
 
 def _rank(run: SmallRun, rank: int, port: int) -> None:
@@ -193,9 +201,9 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
         start=_never, monitor=TrainingMonitor(), meta=False, local_ranks=(rank,), rank=rank
     )
     patch.apply(patches_of(recorder, run), context)
-    ours = ["--prism-tier", "cpu", "--prism-world-size", str(size)]
+    prism_flags = ["--prism-tier", "cpu", "--prism-world-size", str(size)]
     try:
-        launch.run_script([*ours, "--", *run.words, *shrink.sizes_as_words(run.world)])
+        launch.run_script([*prism_flags, "--", *run.words, *shrink.sizes_as_words(run.world)])
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

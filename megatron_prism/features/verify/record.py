@@ -45,7 +45,7 @@ class NamedPart:
 
     key: str
     offset: list[int]
-    whole: list[int]
+    global_shape: list[int]
     data: np.ndarray
     parameter: Parameter | None
 
@@ -120,7 +120,7 @@ class GradientPlaces:
 class StepRecorder:
     """Collects what one rank does, and writes it as two files.
 
-    ``tensors``: [what, iteration, key, offset, shape of the whole], one for each array.
+    ``tensors``: [kind, iteration, key, offset, global shape], one for each array.
     ``norm_calls``: [iteration, what its counts are called, ranks of the group, nameless elements].
     ``unnamed``: name of a parameter that no checkpoint names -> [elements, whether its gradient
     was 0 in each iteration].
@@ -147,9 +147,11 @@ class StepRecorder:
         self.places: GradientPlaces | None = None  # while the optimizer steps
         self.norm_calls: list[NormCall] = []  # of this step
 
-    def tensor(self, what: str, part: NamedPart) -> None:
+    def tensor(self, kind: str, part: NamedPart) -> None:
         """Keep a part of a tensor."""
-        self.facts["tensors"].append([what, self.iteration, part.key, part.offset, part.whole])
+        self.facts["tensors"].append(
+            [kind, self.iteration, part.key, part.offset, part.global_shape]
+        )
         self.arrays.append(np.asarray(part.data))
 
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
@@ -182,10 +184,10 @@ class StepRecorder:
     def keep_norm_calls(self, model: Model) -> None:
         """Keep which elements of which parameters are in the gradient norm."""
         for number, call in enumerate(self.norm_calls):
-            what = f"{COUNTED} {number}"
-            self.facts["norm_calls"].append([self.iteration, what, list(call.ranks), call.nameless])
+            kind = f"{COUNTED} {number}"
+            self.facts["norm_calls"].append([self.iteration, kind, list(call.ranks), call.nameless])
             for part in shards(model, call.counts, True):
-                self.tensor(what, replace(part, data=part.data.astype(np.uint8)))
+                self.tensor(kind, replace(part, data=part.data.astype(np.uint8)))
         self.norm_calls = []
 
     def keep_parameters(self, model: Model, optimizer: Any) -> None:
@@ -214,7 +216,9 @@ def _inner(chunk: Any) -> Any:
 def _names(model: Model) -> Iterator[tuple[str, Parameter]]:
     """Yield Megatron's own names of parameters, with the chunk's number if there are several."""
     for number, chunk in enumerate(model):
-        before = f"chunk {number} " if len(model) > 1 else ""
+        before = ""
+        if len(model) > 1:
+            before = f"chunk {number} "
         for name, parameter in _inner(chunk).named_parameters():
             yield before + name, parameter
 
@@ -227,13 +231,15 @@ def whole_buffers(model: Model, of_gradients: bool) -> Tensors:
     """
     copies: Tensors = {}
     for group, bucket in _buckets(model):
-        kept = bucket.grad_data if of_gradients else bucket.param_data
-        # parameters stay where they were made
-        if kept is None:
+        buffer = bucket.param_data
+        if of_gradients:
+            buffer = bucket.grad_data
+        # parameters stay where they were made: only the distributed optimizer has a buffer of them
+        if buffer is None:
             for parameter in bucket.params:
                 copies[parameter] = parameter.detach().clone()
             continue
-        data = kept.detach().clone()
+        data = buffer.detach().clone()
         if group.ddp_config.use_distributed_optimizer:
             owners = group.intra_distributed_optimizer_instance_group
             parts = list(data.chunk(owners.size()))
@@ -241,8 +247,10 @@ def whole_buffers(model: Model, of_gradients: bool) -> Tensors:
             torch.distributed.all_gather(parts, own_part, group=owners)
             data = torch.cat(parts)
         for parameter in bucket.params:
-            view = parameter.main_grad if of_gradients else parameter.data
-            start = view.storage_offset() - kept.storage_offset()
+            view = parameter.data
+            if of_gradients:
+                view = parameter.main_grad
+            start = view.storage_offset() - buffer.storage_offset()
             copies[parameter] = data[start : start + view.numel()].view(view.shape).clone()
     return copies
 
@@ -253,19 +261,19 @@ def whole_states(model: Model, optimizer: Any, name: str) -> Tensors:
     states: Tensors = {}
     for group, bucket in _buckets(model):
         for parameter in bucket.params_list:
-            whole = torch.zeros(parameter.numel())
+            full_state = torch.zeros(parameter.numel())
             held = torch.zeros(parameter.numel())
             if parameter in own_parts:
                 start, part = own_parts[parameter]
-                whole[start : start + part.numel()] = part.reshape(-1)
+                full_state[start : start + part.numel()] = part.reshape(-1)
                 held[start : start + part.numel()] = 1
             if group.ddp_config.use_distributed_optimizer:
                 owners = group.intra_distributed_optimizer_instance_group
-                torch.distributed.all_reduce(whole, group=owners)
+                torch.distributed.all_reduce(full_state, group=owners)
                 torch.distributed.all_reduce(held, group=owners)
             # an optimizer may have this state for some of its parameters alone
             if bool(held.all()):
-                states[parameter] = whole.view(parameter.shape)
+                states[parameter] = full_state.view(parameter.shape)
     return states
 
 
@@ -330,8 +338,8 @@ def shards(model: Model, values: Tensors, only: bool) -> Iterator[NamedPart]:
                     continue
                 data = leaf.data.detach().to(torch.float64).numpy().copy()
                 data = data.reshape([1] * leaf.prepend_axis_num + list(leaf.local_shape))
-                offset, whole = list(leaf.global_offset), list(leaf.global_shape)
-                yield NamedPart(leaf.key, offset, whole, data, owner)
+                offset, global_shape = list(leaf.global_offset), list(leaf.global_shape)
+                yield NamedPart(leaf.key, offset, global_shape, data, owner)
         finally:
             for parameter, data in before.items():
                 parameter.data = data

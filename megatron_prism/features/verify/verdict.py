@@ -79,11 +79,12 @@ class Verdict:
     def asked(self) -> list[list[str]]:
         """Changes of what the command line says, not of defaults."""
         typed = {word.partition("=")[0] for word in self.words}
-        return [
-            one
-            for one in self.changes
-            if any(w.startswith("--" + one[0].replace("_", "-")) for w in typed)
-        ]
+        asked = []
+        for change in self.changes:
+            flag = "--" + change[0].replace("_", "-")
+            if any(word.startswith(flag) for word in typed):
+                asked.append(change)
+        return asked
 
     @property
     def not_checked(self) -> str:
@@ -93,7 +94,9 @@ class Verdict:
         if kernels:
             sentences.append(f"of this job {', '.join(kernels)}")
         for name, (elements, is_idle) in self.unnamed.items():
-            idle = ", no gradient reaches it" if is_idle else ""
+            idle = ""
+            if is_idle:
+                idle = ", no gradient reaches it"
             sentences.append(f"{name} ({elements:,} elements that no checkpoint names{idle})")
         return "; ".join([*sentences, *self.not_compared])
 
@@ -145,7 +148,9 @@ def verify(
     """
     copy = _copy(line)
     verdict = Verdict(line.words, line.world, copy)
-    layers = 2 if against is None else 4
+    layers = 4
+    if against is None:
+        layers = 2
     job = SmallRun(folder, line.words, line.world, copy, copy, layers=layers, precise=precise)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(line.python))
@@ -167,8 +172,10 @@ def verify(
                 title = "the other job"
             name = "copy"
             copied = kept(name, replace(job, saves=resume))
-            name = "reference" if against is None else "other job"
-            other = kept(name, second, by, title)
+            name = "other job"
+            if against is None:
+                name = "reference"
+            reference = kept(name, second, by, title)
             rounded_name = f"{name} rounded otherwise"
             rounded = kept(rounded_name, replace(second, rounded=True), by, f"the {rounded_name}")
         except RankError as error:
@@ -176,10 +183,10 @@ def verify(
                 raise UsageError(f"the {name} is refused: {error.message}", error.fix) from None
             verdict.why = f"the {name} failed: {error.message}"
             return verdict
-        _judge(verdict, LayoutComparison(copied, other, rounded, verdict.iterations))
+        _judge(verdict, LayoutComparison(copied, reference, rounded, verdict.iterations))
 
         def compare(name: str, run: SmallRun) -> LayoutComparison:
-            return LayoutComparison(kept(name, run), other, rounded, run.iterations)
+            return LayoutComparison(kept(name, run), reference, rounded, run.iterations)
 
         first = verdict.difference
         if first is not None and not precise and _is_near(first):
@@ -217,14 +224,14 @@ def _copy(line: Line) -> World:
 
 def _judge(verdict: Verdict, compared: LayoutComparison) -> None:
     """Put what was found between the copy and its reference into the verdict."""
-    other = compared.other
+    reference = compared.reference
     try:
         facts = compared.job.facts
         verdict.changes, verdict.parts = facts[0]["changes"], facts[0]["parts"]
         verdict.unnamed = _unnamed(compared.job)
-        if not other.losses:
+        if not reference.losses:
             raise UnsupportedError(
-                f"{other.title} says no loss", fix="a script that uses pretrain()"
+                f"{reference.title} says no loss", fix="a script that uses pretrain()"
             )
         verdict.tolerance = compared.tolerance
         verdict.difference = compared.first()
@@ -239,19 +246,19 @@ def _judge(verdict: Verdict, compared: LayoutComparison) -> None:
     if verdict.difference is not None and verdict.difference.what == INITIAL:
         verdict.same, verdict.why = None, "the two do not start from the same parameters"
     verdict.counts = {
-        "losses": len(other.losses),
-        "gradients": len(other.tensors("gradient", 1)) * verdict.iterations,
-        "parameters": len(other.tensors("parameter", 0)) * 2,
+        "losses": len(reference.losses),
+        "gradients": len(reference.tensors("gradient", 1)) * verdict.iterations,
+        "parameters": len(reference.tensors("parameter", 0)) * 2,
     }
 
 
-def _unnamed(kept: Kept) -> dict[str, tuple[int, bool]]:
+def _unnamed(run: Kept) -> dict[str, tuple[int, bool]]:
     """Return name -> elements that no checkpoint names, and whether no gradient reaches them."""
     unnamed: dict[str, tuple[int, bool]] = {}
-    for facts in kept.facts:
+    for facts in run.facts:
         for name, (elements, is_idle) in facts["unnamed"].items():
-            most, was_idle = unnamed.get(name, (0, True))
-            unnamed[name] = max(most, elements), was_idle and is_idle
+            highest, was_idle = unnamed.get(name, (0, True))
+            unnamed[name] = max(highest, elements), was_idle and is_idle
     return unnamed
 
 
