@@ -62,21 +62,21 @@ class Settings:
     @staticmethod
     def parse(text: str) -> Settings:
         """``expandable_segments:True,max_split_size_mb:128`` as in PYTORCH_CUDA_ALLOC_CONF."""
-        found: dict[str, object] = {}
+        options: dict[str, object] = {}
         for part in filter(None, re.split(r",(?![^\[]*\])", text.strip())):
             key, colon, value = (word.strip() for word in part.partition(":"))
             if not colon or not key or not value:
                 raise UsageError(f"{part!r} is no option:value", fix="expandable_segments:True")
             if key in _OPTIONS:
                 name, read = _OPTIONS[key]
-                found[name] = read(key, value)
+                options[name] = read(key, value)
             elif key in _KNOWN and (key, value) != ("backend", "native"):
-                what = f"{key} of PYTORCH_CUDA_ALLOC_CONF is not modelled"
-                raise UnsupportedError(what, fix="leave it out")
+                message = f"{key} of PYTORCH_CUDA_ALLOC_CONF is not modelled"
+                raise UnsupportedError(message, fix="leave it out")
             elif key not in (*_KNOWN, *_HARMLESS):
-                what = f"PYTORCH_CUDA_ALLOC_CONF has no {key}"
-                raise UsageError(what, fix="expandable_segments:True")
-        return Settings(**found)  # type: ignore[arg-type]
+                message = f"PYTORCH_CUDA_ALLOC_CONF has no {key}"
+                raise UsageError(message, fix="expandable_segments:True")
+        return Settings(**options)  # type: ignore[arg-type]
 
     @staticmethod
     def of_environment(environment: Mapping[str, str]) -> Settings | None:
@@ -105,7 +105,9 @@ class Settings:
         size = self.rounded(num_bytes)
         if size <= SMALL:
             return SMALL_SEGMENT
-        return LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // (2 * MIB)) * (2 * MIB)
+        if size < OWN_SEGMENT:
+            return LARGE_SEGMENT
+        return -(-size // (2 * MIB)) * (2 * MIB)
 
 
 def _flag(key: str, value: str) -> bool:
@@ -125,23 +127,26 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
 
     def power(text: str) -> int:
         if not text.isdecimal() or len(text) > 18 or int(text).bit_count() != 1:
-            what = f"{key}: {text} is no power of two"
-            raise UsageError(what, fix=f"{key}:4, or {key}:[256:1,512:2,>:4]")
+            message = f"{key}: {text} is no power of two"
+            raise UsageError(message, fix=f"{key}:4, or {key}:[256:1,512:2,>:4]")
         return int(text)
 
-    inner = re.fullmatch(r"\[(.*)\]", value)
+    listed = re.fullmatch(r"\[(.*)\]", value)
+    if not listed:
+        return (power(value),) * _INTERVALS
     parts = [0] * _INTERVALS
-    last, given = 0, "" if inner else value
-    for part in inner[1].split(",") if inner else ():
-        size, colon, given = (word.strip() for word in part.partition(":"))
+    last, divisions = 0, ""
+    for part in listed[1].split(","):
+        size, colon, divisions = (word.strip() for word in part.partition(":"))
         if size == ">":
             break
         if not colon:
             raise UsageError(f"{key} cannot be {value}", fix=f"{key}:[256:1,512:2,>:4]")
         end = min(power(size).bit_length(), _INTERVALS)  # 1 MB is interval 0
-        parts[last:end] = [power(given)] * (end - last)
+        parts[last:end] = [power(divisions)] * (end - last)
         last = max(last, end)
-    return (*parts[:last], *[power(given)] * (_INTERVALS - last))  # beyond the last one, too
+    # sizes beyond the last one are divided like it
+    return (*parts[:last], *[power(divisions)] * (_INTERVALS - last))
 
 
 _OPTIONS: dict[str, tuple[str, Callable[[str, str], object]]] = {
@@ -204,31 +209,32 @@ def replay_requests(
     sizes: dict[int, int] = {}
     beside: set[int] = set()  # storages that another stream uses
     late: deque[tuple[int, int]] = deque()  # of those, given back and in use: launch, storage
-    for number, (storage, change, *more) in enumerate(events):
-        stream, launch = more[:1], more[1] if more[1:] else 0
+    for number, event in enumerate(events):
+        storage, change = event[0], event[1]
+        stream = launch = 0
+        if len(event) > 2:
+            stream = event[2]
+        if len(event) > 3:
+            launch = event[3]
         lead = 0
         if late:
-            lead = ahead if isinstance(ahead, int) else ahead[number]
+            lead = _at_event(ahead, number)
         while late and (launch >= late[0][0] + lead or storage in (EMPTIED, WAITED)):
             machine.free(late.popleft()[1])
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change
-            while True:
-                try:
-                    machine.malloc(storage, change, *stream)
-                    break
-                except _OutOfMemoryError:
-                    if not late:
-                        size, held = machine.settings.rounded(change), machine.reserved
-                        machine.full = OutOfMemory(number, size, held, machine.allocated)
-                        return machine
-                for _ in range(len(late)):  # before torch says no it waits for other streams
-                    machine.free(late.popleft()[1])
+            try:
+                machine.malloc(storage, change, stream)
+            except _OutOfMemoryError:
+                if not _malloc_after_wait(machine, storage, change, stream, late):
+                    size, held = machine.settings.rounded(change), machine.reserved
+                    machine.full = OutOfMemory(number, size, held, machine.allocated)
+                    return machine
         elif change < 0:
             left = sizes.get(storage, 0) + change
             if left < 0:
-                said = f"storage {storage} gives back {-change} bytes and has {left - change}"
-                raise UsageError(said, fix="capture the program again")
+                message = f"storage {storage} gives back {-change} bytes and has {left - change}"
+                raise UsageError(message, fix="capture the program again")
             sizes[storage] = left
             if left == 0:
                 del sizes[storage]
@@ -246,6 +252,35 @@ def replay_requests(
     return machine
 
 
+def _at_event(ahead: int | Sequence[int], number: int) -> int:
+    """How many launches the host is ahead of the device at an event."""
+    if isinstance(ahead, int):
+        return ahead
+    return ahead[number]
+
+
+def _malloc_after_wait(
+    machine: CachingAllocator,
+    storage: int,
+    num_bytes: int,
+    stream: int,
+    late: deque[tuple[int, int]],
+) -> bool:
+    """Say whether a request fits once what other streams use has come back.
+
+    Before torch says no it waits for these streams (CUDACachingAllocator.cpp, ``malloc``).
+    """
+    if not late:
+        return False
+    while late:
+        machine.free(late.popleft()[1])
+    try:
+        machine.malloc(storage, num_bytes, stream)
+    except _OutOfMemoryError:
+        return False
+    return True
+
+
 def allocated_by_span(
     events: Sequence[Sequence[int]],
     spans: Iterable[tuple[str, int, int]],
@@ -257,10 +292,11 @@ def allocated_by_span(
     """
     levels: list[int] = []
     state = replay_requests(events, settings, levels=levels)
-    most: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for name, start, end in spans:
-        most[name] = max(most.get(name, 0), *levels[max(start - 1, 0) : end], 0)
-    return state, most
+        # what is there when a span begins counts: the level behind the event before it
+        peaks[name] = max(peaks.get(name, 0), *levels[max(start - 1, 0) : end], 0)
+    return state, peaks
 
 
 class CachingAllocator:
@@ -289,8 +325,8 @@ class CachingAllocator:
         size = self.settings.rounded(num_bytes)
         pool = (stream, size <= SMALL)
         block = self._best(size, pool) or self._more(size, pool)
-        rest = block.size - size
-        if self._splits(pool, size, rest):
+        left_bytes = block.size - size
+        if self._splits(pool, size, left_bytes):
             self._give(self._cut(block, size))
         block.free = False
         self.allocated += block.size
@@ -354,7 +390,7 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """Give back the whole pages of a free block; what comes later is mapped at the end."""
-        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+        page = _page(block.pool)
         base = block.address // GAP * GAP
         first = base + -(-(block.address - base) // page) * page
         last = base + (block.address + block.size - base) // page * page
@@ -369,10 +405,11 @@ class CachingAllocator:
         self.reserved -= last - first
 
     # -- free blocks ------------------------------------------------------------------------------
-    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+    def _splits(self, pool: Pool, size: int, left_bytes: int) -> bool:
+        """Whether a block is split that would have so many bytes left (``should_split``)."""
         if pool[1] or self.settings.expandable:
-            return rest >= ROUND
-        return size < self.settings.max_split and rest > SMALL
+            return left_bytes >= ROUND
+        return size < self.settings.max_split and left_bytes > SMALL
 
     def _give(self, block: Block) -> None:
         block.free = True
@@ -393,23 +430,25 @@ class CachingAllocator:
         block = self.blocks[free[at][1]]
         if block is self.ends.get(pool) and at + 1 < len(free):
             block = self.blocks[free[at + 1][1]]  # the end can grow, so it counts as the largest
-        most = self.settings.max_split
-        if size < most <= block.size:
+        # large requests and oversize blocks are kept for each other (``get_free_block``)
+        max_split = self.settings.max_split
+        if size < max_split <= block.size:
             return None
-        if size >= most and block.size >= size + self.settings.max_non_split:
+        if size >= max_split and block.size >= size + self.settings.max_non_split:
             return None
         self._take(block)
         return block
 
     def _cut(self, block: Block, size: int) -> Block:
         """Leave ``size`` bytes of ``block``; the rest of it, a block of its own."""
-        rest = Block(block.address + size, block.size - size, block.pool, False, block, block.after)
+        address, left_bytes = block.address + size, block.size - size
+        remaining = Block(address, left_bytes, block.pool, False, block, block.after)
         if block.after is not None:
-            block.after.before = rest
+            block.after.before = remaining
         elif self.ends.get(block.pool) is block:
-            self.ends[block.pool] = rest
-        block.size, block.after = size, rest
-        return rest
+            self.ends[block.pool] = remaining
+        block.size, block.after = size, remaining
+        return remaining
 
     def _join(self, left: Block, right: Block) -> Block:
         left.size += right.size
@@ -426,10 +465,10 @@ class CachingAllocator:
             return self._grow(size, pool)
         return self._segment(self.settings.segment(size), pool)
 
-    def _segment(self, whole: int, pool: Pool) -> Block:
-        self._reserve(whole)
+    def _segment(self, num_bytes: int, pool: Pool) -> Block:
+        self._reserve(num_bytes)
         self.num_segments += 1
-        block = Block(self.placed or self.num_segments * GAP, whole, pool)
+        block = Block(self.placed or self.num_segments * GAP, num_bytes, pool)
         self.placed = 0
         self.first.append(block)
         return block
@@ -444,27 +483,37 @@ class CachingAllocator:
 
     def _grow(self, size: int, pool: Pool) -> Block:
         """Pages at the end of the pool's only segment; a free block there is used first."""
-        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-
-        def missing() -> tuple[Block | None, int]:
-            end = self.ends.get(pool)
-            have = end.size if end is not None and end.free else 0
-            return end, -(-(size - have) // page) * page
-
-        end, more = missing()
-        if self.limit is not None and self.reserved + more > self.limit:
+        missing_bytes = self._missing_bytes(size, pool)
+        if self.limit is not None and self.reserved + missing_bytes > self.limit:
             self.release()  # which may have taken the end, or some of it
-            end, more = missing()
+            missing_bytes = self._missing_bytes(size, pool)
+        end = self.ends.get(pool)
         if end is None:
-            block = self._segment(more, pool)
+            block = self._segment(missing_bytes, pool)
             self.ends[pool] = block
             return block
-        self._reserve(more)
+        self._reserve(missing_bytes)
         if end.free:
             self._take(end)
-            end.size += more
+            end.size += missing_bytes
             return end
-        block = Block(end.address + end.size, more, pool, False, end, None)
+        block = Block(end.address + end.size, missing_bytes, pool, False, end, None)
         end.after = block
         self.ends[pool] = block
         return block
+
+    def _missing_bytes(self, size: int, pool: Pool) -> int:
+        """Whole pages that a request needs beyond the free end of the pool's segment."""
+        end = self.ends.get(pool)
+        free_bytes = 0
+        if end is not None and end.free:
+            free_bytes = end.size
+        page = _page(pool)
+        return -(-(size - free_bytes) // page) * page
+
+
+def _page(pool: Pool) -> int:
+    """Bytes by which an expandable segment of the pool grows."""
+    if pool[1]:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT

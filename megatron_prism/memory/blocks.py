@@ -98,10 +98,10 @@ def expected_reserved(between: Sequence[int], num_ranks: int) -> int:
 
     Source: benchmarks/results/h100_life.json and h200_x4_real_peaks.json.
     """
-    least, most = between
+    low, high = between
     if num_ranks == 1:
-        return least
-    return (least + most) // 2
+        return low
+    return (low + high) // 2
 
 
 def as_blocks(program: Program, settings: allocator.Settings | None = None) -> Program:

@@ -106,6 +106,18 @@ class ClassMemoryFigures(OptionalFigures):
     smaller: Bytes
 
 
+_ROW_KEYS = (
+    "ranks",
+    "count",
+    "peak_allocated",
+    "peak_reserved",
+    "nccl",
+    "peak_device",
+    "at",
+    "by_category",
+)
+
+
 @dataclass(frozen=True)
 class MemoryReport:
     """The peak memory of a job.
@@ -120,25 +132,31 @@ class MemoryReport:
     device: str = UNKNOWN_DEVICE
 
     def __repr__(self) -> str:
-        peaks = (f"{name} {one['peak_allocated']:,} B" for name, one in self.classes.items())
+        peaks = []
+        for name, figures in self.classes.items():
+            peaks.append(f"{name} {figures['peak_allocated']:,} B")
         return f"<MemoryReport of {self.job.get('world', 'a job')}: {', '.join(peaks)}>"
 
     @property
     def provenance(self) -> dict[str, str]:
         """Level -> what its bytes are made of, and what of it is estimated."""
-        with_graphs = any(one.get("graph_pools") for one in self.classes.values())
+        with_graphs = any(figures.get("graph_pools") for figures in self.classes.values())
         unknown = estimates(job_settings.line_of(self.job), with_graphs)
         allocated = described(PROVENANCE["peak_allocated"], unknown)
         return {**PROVENANCE, "peak_allocated": allocated, "peak_device": self.device}
 
     def to_rows(self) -> list[dict[str, object]]:
         """A row for every class, without the lists of its tensors; bytes."""
-        keys = ["ranks", "count", "peak_allocated", "peak_reserved", "nccl", "peak_device", "at",
-                "by_category"]  # fmt: skip
-        if any("drawn" in one for one in self.classes.values()):
+        keys = list(_ROW_KEYS)
+        if any("drawn" in figures for figures in self.classes.values()):
             keys.append("drawn")
-        return [{"class": name, **{key: one.get(key) for key in keys}}
-                for name, one in self.classes.items()]  # fmt: skip
+        rows = []
+        for name, figures in self.classes.items():
+            row: dict[str, object] = {"class": name}
+            for key in keys:
+                row[key] = figures.get(key)
+            rows.append(row)
+        return rows
 
     def to_text(self) -> str:
         """A line for every class, and where the figures are from."""
@@ -191,17 +209,22 @@ def peak_memory(
     optimizer = CODED["phase"].index("optimizer")
     for program in programs.programs:
         if not (program.ops["phase"] == optimizer).any():
-            what = f"rank {program.rank} made no optimizer step: such a run is no baseline"
-            raise UsageError(what, fix="capture a whole iteration: prism capture RECIPE -o DIR")
+            message = f"rank {program.rank} made no optimizer step: such a run is no baseline"
+            raise UsageError(message, fix="capture a whole iteration: prism capture RECIPE -o DIR")
     job = {**programs.source, "world": str(programs.world), "alloc_conf": alloc_conf}
     if not isinstance(device, nccl_buffers.BufferCalibration):
-        known = nccl_buffers.BufferCalibration()
-        device = known if device is None else nccl_buffers.read(device)
+        if device is None:
+            device = nccl_buffers.BufferCalibration()
+        else:
+            device = nccl_buffers.read(device)
+    # rank -> number of the first program that is equal to the rank's; -1: no program
     of = programs.program_of
     same = np.where(of < 0, -1, equal_programs(programs.programs)[of])
     classes: dict[str, ClassMemoryFigures] = {}
-    for first in np.sort(np.unique(same, return_index=True)[1]).tolist():
-        if (index := int(same[first])) < 0:
+    first_ranks = np.sort(np.unique(same, return_index=True)[1])
+    for first_rank in first_ranks.tolist():
+        index = int(same[first_rank])
+        if index < 0:
             continue
         program, ranks = programs.programs[index], np.flatnonzero(same == index).tolist()
         beyond = nccl_buffers.beyond_reserved(programs, index, device)
@@ -209,8 +232,9 @@ def peak_memory(
         figures = _figures(program, ranks, settings, beyond, programs.world.size)
         classes[name] = figures
         if draws is not None:
-            more = needed(figures) - figures["peak_allocated"]
-            figures["drawn"] = _drawn(program, draws, _capacity(job, draws), more)
+            beyond_allocated = needed(figures) - figures["peak_allocated"]
+            capacity = _capacity(job, draws)
+            figures["drawn"] = _drawn(program, draws, capacity, beyond_allocated)
     if draws is not None and not any(figures["drawn"] for figures in classes.values()):
         raise _nothing_to_draw(programs)
     return MemoryReport(job, classes, device.provenance())
@@ -218,24 +242,24 @@ def peak_memory(
 
 def _nothing_to_draw(programs: Programs) -> UsageError:
     """Say why no slice of ``programs`` tells which allocations depend on routing."""
-    what = "the slices do not say which allocations depend on routing"
+    message = "the slices do not say which allocations depend on routing"
     routed_programs = [program for program in programs.programs if len(program.routes)]
     if routed_programs and all(map(routing.has_all_experts, routed_programs)):
-        what = "every rank has all experts, so the peak is the same for any routing"
-        return UsageError(what, fix="prism fit without --draws")
+        message = "every rank has all experts, so the peak is the same for any routing"
+        return UsageError(message, fix="prism fit without --draws")
     if routed_programs:
         # tokens went to experts, and no iteration with other loads came, or it was another one
         why = "no iteration with other loads of the experts was recorded that can be compared"
         fix = "capture them again with this release on tier meta, --train-iters 4 or more"
-        return UsageError(f"{what}: {why}", fix=fix)
+        return UsageError(f"{message}: {why}", fix=fix)
     tier = programs.source.get("tier", "meta")
     if tier != "meta":
         # a device computes its routing: nobody can ask it for another
         fix = "prism capture --prism-tier meta of the same job"
-        return UsageError(f"{what}: they are of tier {tier}", fix=fix)
+        return UsageError(f"{message}: they are of tier {tier}", fix=fix)
     why = "no call of a dispatcher that sizes its buffers by the routing is in them"
     fix = "an MoE job with an alltoall or allgather dispatcher; no --draws for others"
-    return UsageError(f"{what}: {why}", fix=fix)
+    return UsageError(f"{message}: {why}", fix=fix)
 
 
 def _capacity(job: Mapping[str, str], draws: Draws) -> float | None:
@@ -249,28 +273,38 @@ def _capacity(job: Mapping[str, str], draws: Draws) -> float | None:
 
 
 def _drawn(
-    program: Program, draws: Draws, capacity: float | None, more: int
+    program: Program, draws: Draws, capacity: float | None, beyond_allocated: int
 ) -> DrawnFigures | None:
-    """``more``: what the device takes beyond allocated bytes."""
-    found = routing.draw(program, draws.law, draws.count, capacity=capacity)
-    if found is None:
+    """Draw the peaks of a class; None if its program does not say what routing changes.
+
+    Args:
+        program: Of the class.
+        draws: What to draw.
+        capacity: Of the job's dispatcher, or None.
+        beyond_allocated: Bytes of the device beside allocated ones.
+    """
+    peaks = routing.draw(program, draws.law, draws.count, capacity=capacity)
+    if peaks is None:
         return None
-    over = (None, None) if draws.limit is None else found.beyond(draws.limit - more)
+    over_of_rank: float | None = None
+    over_of_group: float | None = None
+    if draws.limit is not None:
+        over_of_rank, over_of_group = peaks.beyond(draws.limit - beyond_allocated)
     return {
-        "law": found.law,
+        "law": peaks.law,
         "draws": draws.count,
         "capacity": capacity,
-        "p50": found.quantile(0.5),
-        "p95": found.quantile(0.95),
-        "most": int(found.ranks.max()),
-        "over": over[0],
-        "group": over[1],
+        "p50": peaks.quantile(0.5),
+        "p95": peaks.quantile(0.95),
+        "most": int(peaks.ranks.max()),
+        "over": over_of_rank,
+        "group": over_of_group,
     }
 
 
 def _origins(holdings: tuple[HeldMemory, ...]) -> list[BaselineOrigin]:
     """The largest."""
-    return [cast(BaselineOrigin, asdict(one)) for one in holdings[:TOP]]
+    return [cast(BaselineOrigin, asdict(holding)) for holding in holdings[:TOP]]
 
 
 def _figures(
@@ -285,6 +319,18 @@ def _figures(
     between = reserved(program, settings)
     segments = expected_reserved(between, num_ranks)
     op = top.op
+    growth_bytes: int | None = None
+    growth_origins: list[BaselineOrigin] = []
+    # an iteration that is recorded alone says nothing of growth
+    if left is not None:
+        growth_bytes = left.num_bytes
+        growth_origins = _origins(left.origins)
+    nccl_between: list[int] | None = None
+    if beyond.between is not None:
+        nccl_between = list(beyond.between)
+    peak_device: int | None = None
+    if beyond.num_bytes is not None:
+        peak_device = segments + beyond.num_bytes
     return {
         "ranks": format_ranks(ranks),
         "count": len(ranks),
@@ -304,36 +350,39 @@ def _figures(
         "by_category": top.by_kind,
         "top": _origins(top.holdings),
         "smaller": sum(h.num_bytes for h in top.holdings[TOP:]),
-        "growth": None if left is None else left.num_bytes,
-        "growth_top": [] if left is None else _origins(left.origins),
+        "growth": growth_bytes,
+        "growth_top": growth_origins,
         "nccl": beyond.nccl,
-        "nccl_between": None if beyond.between is None else list(beyond.between),
-        "peak_device": None if beyond.num_bytes is None else segments + beyond.num_bytes,
+        "nccl_between": nccl_between,
+        "peak_device": peak_device,
     }
 
 
-def needed(one: ClassMemoryFigures) -> int:
+def needed(figures: ClassMemoryFigures) -> int:
     """Bytes of the device that a class takes, of its allocator where those are not known."""
-    device = one.get("peak_device")
-    return one["peak_reserved"] if device is None else device
+    device = figures.get("peak_device")
+    if device is None:
+        return figures["peak_reserved"]
+    return device
 
 
-def beside_tensors(one: ClassMemoryFigures) -> dict[str, int]:
+def beside_tensors(figures: ClassMemoryFigures) -> dict[str, int]:
     """What ``needed`` has beside the tensors of the peak: what pools of CUDA graphs keep beyond the
     graphs' tensors, the allocator's cache, NCCL, context.
     """
-    nccl = one.get("nccl") or 0
-    beyond = one["peak_reserved"] - one["peak_allocated"]
-    in_no_tensor = one.get("graph_pools", 0) - one["by_category"].get("graph", 0)
+    nccl = figures.get("nccl") or 0
+    beyond = figures["peak_reserved"] - figures["peak_allocated"]
+    in_no_tensor = figures.get("graph_pools", 0) - figures["by_category"].get("graph", 0)
     pools = min(max(in_no_tensor, 0), max(beyond, 0))
     return {
         "pools": pools,
         "cache": beyond - pools,
         "nccl": nccl,
-        "context": needed(one) - one["peak_reserved"] - nccl,
+        "context": needed(figures) - figures["peak_reserved"] - nccl,
     }
 
 
-def first_program(programs: Programs, one: ClassMemoryFigures) -> Program:
+def first_program(programs: Programs, figures: ClassMemoryFigures) -> Program:
     """The program of a class."""
-    return programs.of(int(re.split(r"\D", one["ranks"], maxsplit=1)[0]))
+    first_rank = int(re.split(r"\D", figures["ranks"], maxsplit=1)[0])
+    return programs.of(first_rank)

@@ -12,38 +12,38 @@ from megatron_prism.core.program import Program
 
 
 def peak_of_layers(
-    fewer: Program,
-    more: Program,
-    steps_of_fewer: np.ndarray,
+    smaller: Program,
+    larger: Program,
+    steps_of_smaller: np.ndarray,
     steps: np.ndarray,
     growth: float,
 ) -> int:
     """Return the bytes that are allocated at the peak of an iteration with more layers.
 
     Args:
-        fewer: with the fewest layers.
-        more: with more layers.
-        steps_of_fewer: int64 [ops], the step of each op of ``fewer``.
-        steps: int64 [ops], the step of each op of ``more``, numbered as those.
-        growth: layers beyond those of ``more``, in units of what ``more`` has beyond ``fewer``.
+        smaller: with the fewest layers.
+        larger: with more layers.
+        steps_of_smaller: int64 [ops], the step of each op of ``smaller``.
+        steps: int64 [ops], the step of each op of ``larger``, numbered as those.
+        growth: layers beyond those of ``larger``, in units of what it has beyond ``smaller``.
     """
-    most_of_fewer = _most_by_step(fewer, steps_of_fewer)
-    most = _most_by_step(more, steps)
+    peaks_of_smaller = _peaks_by_step(smaller, steps_of_smaller)
+    peaks = _peaks_by_step(larger, steps)
     expected = 0.0
-    for step, num_bytes in most.items():
+    for step, num_bytes in peaks.items():
         # a step that the fewest layers do not have grows by all that it has
-        more_bytes = num_bytes - most_of_fewer.get(step, 0)
+        more_bytes = num_bytes - peaks_of_smaller.get(step, 0)
         expected = max(expected, num_bytes + growth * more_bytes)
     return round(expected)
 
 
-def _most_by_step(program: Program, steps: np.ndarray) -> dict[int, int]:
+def _peaks_by_step(program: Program, steps: np.ndarray) -> dict[int, int]:
     """Return step -> the most that is allocated in it, bytes."""
     events = program.allocations
     allocated = np.cumsum(events["bytes"])
     op_of_event = np.minimum(events["before"], len(steps) - 1)
     step_of_event = steps[op_of_event]
     numbers, place = np.unique(step_of_event, return_inverse=True)
-    most = np.zeros(len(numbers), dtype=np.int64)
-    np.maximum.at(most, place.ravel(), allocated)
-    return dict(zip(numbers.tolist(), most.tolist(), strict=True))
+    peaks = np.zeros(len(numbers), dtype=np.int64)
+    np.maximum.at(peaks, place.ravel(), allocated)
+    return dict(zip(numbers.tolist(), peaks.tolist(), strict=True))

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import sub
 from pathlib import Path
 from statistics import median_low
 from typing import Annotated, Literal
@@ -105,33 +104,57 @@ class BufferCalibration:
         """Sizes of communicators that were measured, ascending."""
         return tuple(sorted({size for kind, size in self.alone if kind == "init"}))
 
-    def bytes_of(self, one: Communicator) -> int | None:
-        """What ``one`` takes; sizes beyond the largest measured take what that takes."""
-        fitting = [size for size in self.measured if size <= one.size]
-        if not fitting or one.size > 1 and fitting[-1] == 1:
+    def bytes_of(self, communicator: Communicator) -> int | None:
+        """What a communicator takes; sizes beyond the largest measured take what that takes."""
+        fitting = [size for size in self.measured if size <= communicator.size]
+        # of one rank alone nothing follows for several: it has no connections
+        if not fitting or communicator.size > 1 and fitting[-1] == 1:
             return None
         size = fitting[-1]
-        total = self.alone["init", size]
+        init_bytes = self.alone["init", size]
         if size == 1:
-            return total
-        if one.kinds & _WAYS:
-            ways = [self.alone.get((kind, 2)) for kind in one.kinds]
-            return None if None in ways else total + sum(ways)  # type: ignore[arg-type]
-        apart = [self.alone.get((kind, size)) for kind in sorted(one.kinds)]
-        peer = self.alone.get(("peer", size)) if one.peers else 0
-        peers = min(one.peers, _HOST_PEERS)
-        if peer is None or None in apart:
+            return init_bytes
+        # a pair of its own, of unbatched messages
+        if communicator.kinds & _WAYS:
+            way_bytes = self._sum_of([(kind, 2) for kind in sorted(communicator.kinds)])
+            if way_bytes is None:
+                return None
+            return init_bytes + way_bytes
+        call_bytes = self._sum_of([(kind, size) for kind in sorted(communicator.kinds)])
+        if call_bytes is None:
             return None
-        together = self.alone.get(("all", size), sum(apart))  # type: ignore[arg-type]
-        calls = sum(apart) if len(apart) < 2 else min(sum(apart), together)  # type: ignore[arg-type]
-        return total + calls + peers * peer
+        # kinds of calls share channels, so together they take less than the sum of each alone
+        if len(communicator.kinds) > 1:
+            call_bytes = min(call_bytes, self.alone.get(("all", size), call_bytes))
+        peer_bytes = 0
+        if communicator.peers:
+            measured_bytes = self.alone.get(("peer", size))
+            if measured_bytes is None:
+                return None
+            peer_bytes = measured_bytes
+        return init_bytes + call_bytes + min(communicator.peers, _HOST_PEERS) * peer_bytes
+
+    def _sum_of(self, keys: Sequence[tuple[str, int]]) -> int | None:
+        """The sum of what was measured of each (kind, ranks); None where one was not."""
+        total = 0
+        for key in keys:
+            num_bytes = self.alone.get(key)
+            if num_bytes is None:
+                return None
+            total += num_bytes
+        return total
 
     def nccl(self, used: Sequence[Communicator]) -> int | None:
         """All of a rank's communicators together; None if one of them was not measured."""
-        sizes = [self.bytes_of(one) for one in used]
-        if not self.alone or None in sizes:
+        if not self.alone:
             return None
-        return self.once + sum(sizes)  # type: ignore[arg-type]
+        total = self.once
+        for communicator in used:
+            num_bytes = self.bytes_of(communicator)
+            if num_bytes is None:
+                return None
+            total += num_bytes
+        return total
 
     def between(self, used: Sequence[Communicator]) -> tuple[int, int] | None:
         """Find the least and the most that ``nccl`` may be, by what nobody measured.
@@ -145,12 +168,12 @@ class BufferCalibration:
             return None
         low = high = middle
         for communicator in used:
-            less, more = self._of_other_hosts(communicator)
-            low -= less
-            high += more
-            less, more = self._of_more_ranks(communicator)
-            low -= less
-            high += more
+            fewer_bytes, further_bytes = self._of_other_hosts(communicator)
+            low -= fewer_bytes
+            high += further_bytes
+            fewer_bytes, further_bytes = self._of_more_ranks(communicator)
+            low -= fewer_bytes
+            high += further_bytes
         return low, high
 
     def _parts(self, communicator: Communicator) -> tuple[int, int, int]:
@@ -158,10 +181,10 @@ class BufferCalibration:
         rings = frozenset[str]()
         if not communicator.kinds & _WAYS:
             rings = communicator.kinds
-        whole = self.bytes_of(communicator) or 0
+        total = self.bytes_of(communicator) or 0
         without_messages = self.bytes_of(replace(communicator, kinds=rings, peers=0)) or 0
         init = self.bytes_of(replace(communicator, kinds=frozenset(), peers=0)) or 0
-        return init, without_messages - init, whole - without_messages
+        return init, without_messages - init, total - without_messages
 
     def _of_other_hosts(self, communicator: Communicator) -> tuple[int, int]:
         """Say what connections to other hosts may take less and more than those on one.
@@ -174,10 +197,10 @@ class BufferCalibration:
         channel, pool = network_bytes()
         _, calls, messages = self._parts(communicator)
         leaving_calls = calls // communicator.local
-        more = round(leaving_calls * (channel / sum(connection_bytes()) - 1))
+        further_bytes = round(leaving_calls * (channel / sum(connection_bytes()) - 1))
         if messages > 0:
-            more += pool
-        return messages + leaving_calls, more
+            further_bytes += pool
+        return messages + leaving_calls, further_bytes
 
     def _of_more_ranks(self, communicator: Communicator) -> tuple[int, int]:
         """Say what a communicator may take less and more for ranks that nobody measured together.
@@ -192,17 +215,17 @@ class BufferCalibration:
             return 0, 0
         _, calls, messages = self._parts(communicator)
         channel = sum(connection_bytes())
-        less = more = 0
+        fewer_bytes = further_bytes = 0
         # a communicator's calls share their channels; each peer has channels of its own
         connections = [(calls, 1), (messages, min(communicator.peers, _HOST_PEERS))]
         for taken, count in connections:
             if taken > 0:
-                less += max(0, taken - count * FEWEST_CHANNELS * channel)
-                more += max(0, count * MOST_CHANNELS * channel - taken)
+                fewer_bytes += max(0, taken - count * FEWEST_CHANNELS * channel)
+                further_bytes += max(0, count * MOST_CHANNELS * channel - taken)
         # ``_of_other_hosts`` counts already that no message may stay on the host
         if communicator.local is not None and communicator.local < communicator.size:
-            less = max(0, calls - FEWEST_CHANNELS * channel)
-        return less, more
+            fewer_bytes = max(0, calls - FEWEST_CHANNELS * channel)
+        return fewer_bytes, further_bytes
 
     def provenance(self) -> str:
         """For reports: what device bytes are made of."""
@@ -210,12 +233,12 @@ class BufferCalibration:
             return "unknown: no calibration of context, workspaces and NCCL"
         process = f"{self.process:,} B"
         if not self.alone:
-            return (f"unknown: a process takes {process} beyond reserved without NCCL "
-                    f"({self.source}), its communicators are not measured")  # fmt: skip
+            without_nccl = f"a process takes {process} beyond reserved without NCCL"
+            return f"unknown: {without_nccl} ({self.source}), its communicators are not measured"
         ranks = f"{self.measured[0]} to {self.measured[-1]} ranks ({self.source})"
-        return (f"modelled: reserved, {process} of context and libraries, and the job's "
-                f"communicators as measured for {ranks}; larger ones and other hosts "
-                "extrapolated")  # fmt: skip
+        own = f"reserved, {process} of context and libraries"
+        communicators = f"the job's communicators as measured for {ranks}"
+        return f"modelled: {own}, and {communicators}; larger ones and other hosts extrapolated"
 
 
 # -- the calibration file -------------------------------------------------------------------------
@@ -270,31 +293,77 @@ class _Stored(msgspec.Struct):
     process: _Process | None = None
 
 
+_Cells = dict[tuple[str, int, int, str], list[int]]  # case, ranks, repeat, step -> of each rank
+
+
 def _calibration(stored: _Stored) -> BufferCalibration:
-    cells = {(row.case, row.ranks, row.repeat, row.step): row.bytes for row in stored.rows}
-    start = sum(median_low(size) for (case, *_), size in cells.items() if case == "start")
-    process = stored.process.bytes if stored.process else start or None
+    """What the file says, in the terms of ``BufferCalibration``."""
+    cells: _Cells = {}
+    for row in stored.rows:
+        cells[row.case, row.ranks, row.repeat, row.step] = row.bytes
+    return BufferCalibration(
+        _process_bytes(stored, cells), _paid_once(cells), _alone(cells), stored.source
+    )
+
+
+def _process_bytes(stored: _Stored, cells: _Cells) -> int | None:
+    """What a training process takes; where the file says none, the steps of its start."""
+    if stored.process:
+        return stored.process.bytes
+    start = 0
+    for (case, *_), rank_bytes in cells.items():
+        if case == "start":
+            start += median_low(rank_bytes)
+    return start or None
+
+
+def _paid_once(cells: _Cells) -> int:
+    """What a rank takes the first time that all is connected and not the second, at most."""
+    paid: Counter[int] = Counter()
+    for (case, size, repeat, step), rank_bytes in cells.items():
+        if case != "in turn" or repeat != 0:
+            continue
+        again = cells.get((case, size, 1, step), rank_bytes)
+        for rank, (first_bytes, again_bytes) in enumerate(zip(rank_bytes, again, strict=False)):
+            paid[rank] += first_bytes - again_bytes
+    return max(0, *paid.values(), 0)
+
+
+def _alone(cells: _Cells) -> dict[tuple[str, int], int]:
+    """(kind, ranks) -> bytes, of the sizes whose communicator was made a second time."""
     alone: dict[tuple[str, int], int] = {}
-    paid: Counter[int] = Counter()  # of each rank, the first time and not the second
-    for (case, size, repeat, step), taken in cells.items():
-        if case == "in turn" and repeat == 0:
-            again = cells.get((case, size, 1, step), taken)
-            paid.update(dict(enumerate(map(sub, taken, again))))
+    for (case, size, repeat, step), rank_bytes in cells.items():
+        # the first time holds what a process takes once
         if (case, step) != ("in turn", "init") or repeat == 0:
             continue
-        init = alone["init", size] = max(0, median_low(taken))
-        turn = {cell[3]: median_low(found) for cell, found in cells.items()
-                if cell[:3] == (case, size, repeat)}  # fmt: skip
-        together = sum(n for name, n in turn.items() if not name.startswith(("neighb", "all_to")))
-        alone["all", size] = max(0, together - init)
+        init = max(0, median_low(rank_bytes))
+        alone["init", size] = init
+        alone["all", size] = max(0, _rings_in_turn(cells, size, repeat) - init)
         for kind, name in _ALONE.items():
-            if (cell := cells.get(("alone", size, 0, name))) is not None:
-                # of neighbours rank 0 has one, those between two
-                alone[kind, size] = max(0, (cell[0] if kind == "peer" else median_low(cell)) - init)
+            step_bytes = cells.get(("alone", size, 0, name))
+            if step_bytes is None:
+                continue
+            taken = median_low(step_bytes)
+            # of neighbours rank 0 has one, those between two
+            if kind == "peer":
+                taken = step_bytes[0]
+            alone[kind, size] = max(0, taken - init)
         pair = cells.get(("alone", size, 0, "unbatched_16MiB"), [])
         if len(pair) == size == 2:
-            alone["out", 2], alone["in", 2] = (max(0, taken - init) for taken in pair)
-    return BufferCalibration(process, max(0, *paid.values(), 0), alone, stored.source)
+            alone["out", 2] = max(0, pair[0] - init)
+            alone["in", 2] = max(0, pair[1] - init)
+    return alone
+
+
+def _rings_in_turn(cells: _Cells, size: int, repeat: int) -> int:
+    """All steps of a communicator one behind the other, without those that connect peers."""
+    total = 0
+    for cell, rank_bytes in cells.items():
+        name = cell[3]
+        if cell[:3] != ("in turn", size, repeat) or name.startswith(("neighb", "all_to")):
+            continue
+        total += median_low(rank_bytes)
+    return total
 
 
 _ALONE = {
@@ -339,24 +408,41 @@ class ConnectedCommunicators:
         """
         message = op in ("send", "recv")
         pair = message and not batched and distance > 0
-        key, peers = (group, distance if pair else 0), self._peers.setdefault(group, set())
-        before = self._made.get(key)
-        one = before or Communicator(
-            f"{group} pair" if pair else group, 2 if pair else size, local=local
-        )
-        kinds = one.kinds
         if pair:
-            kinds = kinds | {"out" if op == "send" else "in"}
-        elif message:
+            return self._add_pair(group, op, distance, local)
+        before = self._made.get((group, 0))
+        communicator = before or Communicator(group, size, local=local)
+        kinds = communicator.kinds
+        peers = self._peers.setdefault(group, set())
+        if message:
             peers.add(distance)
+        # torch makes them of messages, in a batch of all pairs
         elif op in _EXCHANGES:
             peers.update(range(1, size))
+        # small reductions take another algorithm, with connections of its own
         elif op in _REDUCES:
-            kinds = kinds | {"small" if num_bytes <= SMALL else "large"}
+            kind = "large"
+            if num_bytes <= SMALL:
+                kind = "small"
+            kinds = kinds | {kind}
         else:
             kinds = kinds | {"ring"}
-        now = self._made[key] = replace(one, kinds=kinds, peers=0 if pair else len(peers - {0}))
-        return before, now
+        after = replace(communicator, kinds=kinds, peers=len(peers - {0}))
+        self._made[group, 0] = after
+        return before, after
+
+    def _add_pair(
+        self, group: str, op: str, distance: int, local: int | None
+    ) -> tuple[Communicator | None, Communicator]:
+        """The communicator of a message outside a batch, as ``add`` returns it."""
+        before = self._made.get((group, distance))
+        communicator = before or Communicator(f"{group} pair", 2, local=local)
+        way = "in"
+        if op == "send":
+            way = "out"
+        after = replace(communicator, kinds=communicator.kinds | {way}, peers=0)
+        self._made[group, distance] = after
+        return before, after
 
     def all(self) -> tuple[Communicator, ...]:
         """All of them."""
@@ -379,19 +465,22 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     calls = ops[IS_NCCL[ops["name"]] & (ops["group"] != 0)]
     columns = [calls[key].tolist() for key in ("name", "group", "peer", "dtype", "num_in")]
     batches = (calls["batch"] >= 0).tolist()
-    for code, text, peer, dtype, num_in, batched in sorted(
-        set(zip(*columns, batches, strict=True))
-    ):
+    distinct_calls = sorted(set(zip(*columns, batches, strict=True)))
+    for code, text, peer, dtype, num_in, batched in distinct_calls:
         group = program.strings[text]
         ranks = members(group)
         size = len(ranks)
-        distance = peer % size if IS_PAIR[code] else 0
-        if distance or not IS_PAIR[code]:
-            num_bytes = num_in * int(ITEM_SIZE[dtype])
-            if distance and not batched:  # they have a communicator of their own
-                ranks = (rank, ranks[(ranks.index(rank) + distance) % size])
-            local = _on_host(ranks, rank, host)
-            used.add(group, size, NAMES[code], num_bytes, distance, batched, local)
+        distance = 0
+        if IS_PAIR[code]:
+            distance = peer % size
+            # a message to the rank itself needs no connection
+            if distance == 0:
+                continue
+        num_bytes = num_in * int(ITEM_SIZE[dtype])
+        if distance and not batched:  # they have a communicator of their own
+            ranks = (rank, ranks[(ranks.index(rank) + distance) % size])
+        local = _on_host(ranks, rank, host)
+        used.add(group, size, NAMES[code], num_bytes, distance, batched, local)
     return used.all()
 
 
@@ -415,7 +504,9 @@ def beyond_reserved(
     """What the ranks that run program ``index`` take beyond reserved bytes."""
     used = used_by(programs, index)
     nccl, process = calibration.nccl(used), calibration.process
-    total = None if nccl is None or process is None else nccl + process
+    total = None
+    if nccl is not None and process is not None:
+        total = nccl + process
     return BeyondReserved(nccl, calibration.between(used), total)
 
 
@@ -427,6 +518,11 @@ def _on_host(members: Sequence[int], rank: int, host: int) -> int:
 
 
 def _members(programs: Programs, group: str, rank: int) -> Sequence[int]:
-    size, lists = programs.world.size, programs.groups.get(group)
-    known = of_family(programs.world, group) if lists is None else of_lists(group, lists, size)
-    return tuple(known.group(rank).tolist())
+    """The ranks of the group of that description that has ``rank``."""
+    lists = programs.groups.get(group)
+    # a group that follows from the layout is not listed
+    if lists is None:
+        groups = of_family(programs.world, group)
+    else:
+        groups = of_lists(group, lists, programs.world.size)
+    return tuple(groups.group(rank).tolist())

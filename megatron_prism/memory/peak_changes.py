@@ -84,11 +84,18 @@ def compare(
         if new is None:
             continue
         if (new.get("growth") or 0) > leak_bytes:
-            left = tuple(Growth(h["kind"], h["module"], h["site"], h["num_bytes"])
-                         for h in new["growth_top"])  # fmt: skip
+            origins = []
+            for origin in new["growth_top"]:
+                kind, module, site = origin["kind"], origin["module"], origin["site"]
+                origins.append(Growth(kind, module, site, origin["num_bytes"]))
+            left = tuple(origins)
             changes.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
-        if limit is not None and (size := needed(new)) > limit:
-            level = "reserved" if new.get("peak_device") is None else "device"
+        size = needed(new)
+        if limit is not None and size > limit:
+            level = "device"
+            # without a calibration of NCCL and context only the allocator's bytes are known
+            if new.get("peak_device") is None:
+                level = "reserved"
             over = Change("over", name, new["ranks"], limit, size, {}, (), level=level)
             changes.append(over)
     return changes
@@ -105,9 +112,9 @@ def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
         elif before.get(key) != after.get(key):
             differ.append(f"{key} {before.get(key, 'unknown')}, now {after.get(key, 'unknown')}")
     if differ:
-        what = f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}"
+        message = f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}"
         fix = "prism memory update takes the new one, prism compare A B shows both"
-        raise UsageError(what, fix=fix)
+        raise UsageError(message, fix=fix)
 
 
 def _change(
@@ -118,35 +125,58 @@ def _change(
         return Change("appeared", name, new["ranks"], None, new["peak_allocated"], {}, ())
     if new is None:
         return Change("vanished", name, old["ranks"], old["peak_allocated"], None, {}, ())
-    first, second = old["peak_allocated"], new["peak_allocated"]
-    what = "same" if first == second else "shrunk" if second < first else "grown"
-    if what == "grown" and second - first <= tol_bytes:
-        what = "tolerated"
-    kinds = {}
+    before, after = old["peak_allocated"], new["peak_allocated"]
+    if after == before:
+        verdict = "same"
+    elif after < before:
+        verdict = "shrunk"
+    elif after - before <= tol_bytes:
+        verdict = "tolerated"
+    else:
+        verdict = "grown"
+    by_kind = {}
     for kind in KINDS:
-        more = new["by_category"].get(kind, 0) - old["by_category"].get(kind, 0)
-        if more:
-            kinds[kind] = more
-    steps = old["at"]["step"], new["at"]["step"]
-    moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
+        change = new["by_category"].get(kind, 0) - old["by_category"].get(kind, 0)
+        if change:
+            by_kind[kind] = change
+    moves = []
+    old_step, new_step = old["at"]["step"], new["at"]["step"]
+    if old_step != new_step:
+        moves.append(f"{old_step} -> {new_step}")
     if old["count"] != new["count"]:
-        moved += f"{'; ' if moved else ''}{old['count']} -> {counted(new['count'], 'rank')}"
-    return Change(what, name, new["ranks"], first, second, kinds, _growths(old, new), moved,
-                  real=old.get("real"))  # fmt: skip
+        moves.append(f"{old['count']} -> {counted(new['count'], 'rank')}")
+    return Change(
+        verdict,
+        name,
+        new["ranks"],
+        before,
+        after,
+        by_kind,
+        _growths(old, new),
+        "; ".join(moves),
+        real=old.get("real"),
+    )
 
 
 def _growths(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, ...]:
     """What each origin holds more; a line that only moved within its file is the same origin."""
     exact: Counter[tuple[str, str, str]] = Counter()
     for sign, side in ((-1, old), (1, new)):
-        for h in side["top"]:
-            exact[h["kind"], h["module"], h["site"]] += sign * h["num_bytes"]
+        for origin in side["top"]:
+            place = origin["kind"], origin["module"], origin["site"]
+            exact[place] += sign * origin["num_bytes"]
     lines: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
     for (kind, module, site), size in exact.items():
-        lines.setdefault((kind, module, re.sub(r":\d+$", "", site)), []).append((size, site))
-    rest = new["smaller"] - old["smaller"]
-    found = [Growth("other", "smaller ones", "", rest)] if rest else []
-    for (kind, module, _), moved in lines.items():
-        if size := sum(size for size, _ in moved):
-            found.append(Growth(kind, module, max(moved, key=lambda one: max(one[0], -1))[1], size))
-    return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))
+        file = re.sub(r":\d+$", "", site)
+        lines.setdefault((kind, module, file), []).append((size, site))
+    growths = []
+    of_smaller = new["smaller"] - old["smaller"]
+    if of_smaller:
+        growths.append(Growth("other", "smaller ones", "", of_smaller))
+    for (kind, module, _), sizes_and_sites in lines.items():
+        size = sum(size for size, _ in sizes_and_sites)
+        if size:
+            # the line that grew most; among lines that shrank, the first
+            _, site = max(sizes_and_sites, key=lambda size_and_site: max(size_and_site[0], -1))
+            growths.append(Growth(kind, module, site, size))
+    return tuple(sorted(growths, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))

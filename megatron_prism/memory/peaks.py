@@ -290,9 +290,9 @@ def _owners(program: Program) -> _Owners:
         columns.astype(np.int64), axis=0, return_inverse=True
     )
     origins = []
-    for note, stood, phase, beyond, kept in combinations.tolist():
+    for note, stood, phase, beyond, stays in combinations.tolist():
         text = program.strings[note]
-        origins.append(_origin(text, bool(stood), PHASE_NAMES[phase], bool(beyond), bool(kept)))
+        origins.append(_origin(text, bool(stood), PHASE_NAMES[phase], bool(beyond), bool(stays)))
     return _Owners(storage_of_event, origin_of_storage.ravel(), origins)
 
 
@@ -486,7 +486,7 @@ def _frame(note: _Note) -> dict[str, object]:
     }
 
 
-def _origin(note: str, stands: bool, phase: str, beyond: bool, kept: bool) -> Key:
+def _origin(note: str, stands: bool, phase: str, beyond: bool, stays: bool) -> Key:
     """Say whose a storage is.
 
     Args:
@@ -494,7 +494,7 @@ def _origin(note: str, stands: bool, phase: str, beyond: bool, kept: bool) -> Ke
         stands: whether it was there before the iteration.
         phase: of the step that made it.
         beyond: whether it is alive when that step is over.
-        kept: whether it is never freed.
+        stays: whether it is never freed.
     """
     parts = _read(note)
     module = _NUMBER.sub("*", parts.module)
@@ -507,7 +507,7 @@ def _origin(note: str, stands: bool, phase: str, beyond: bool, kept: bool) -> Ke
         kind = "comm"
     elif beyond and phase == "forward":
         kind = "act"
-    elif beyond and kept:
+    elif beyond and stays:
         kind = _KEPT_KIND.get(phase, "other")
     return kind, module, parts.site
 

@@ -63,24 +63,26 @@ def learned(program: Program, probe: Program, repeated: Sequence[RepeatedEvents]
         repeated: Steps of the probe that were written down again, in order: the calls in one have
             the loads of the calls in the step that ran.
     """
-    keys, more = program.routes[1:, :2], probe.routes[1:, 2] - program.routes[1:, 2]
+    keys = program.routes[1:, :2]
+    further_tokens = probe.routes[1:, 2] - program.routes[1:, 2]
     same_calls = np.array_equal(keys, probe.routes[1:, :2])
-    if not same_calls or not more.size or (more <= 0).any():
+    # another order of calls, no call of a dispatcher, or one without further tokens: no probe
+    if not same_calls or not further_tokens.size or (further_tokens <= 0).any():
         return program
-    made, others = _made(program), _made(probe)
-    alike = _count_alike(program, made, probe, others)
+    births, probe_births = _births(program), _births(probe)
+    num_alike = _count_alike(program, births, probe, probe_births)
 
     # what follows the steps may differ: not every iteration has it
     steps = np.isin(program.ops["phase"], [CODED["phase"].index(name) for name in STEPS])
-    ops = np.minimum(program.allocations["before"][made], len(program) - 1)
-    if steps[ops[alike:]].any():
+    ops = np.minimum(program.allocations["before"][births], len(program) - 1)
+    if steps[ops[num_alike:]].any():
         return program
 
     # the call and the growth of every storage, in the order in which they are made
-    sizes = program.allocations["bytes"][made[:alike]]
-    growths = probe.allocations["bytes"][others[:alike]] - sizes
-    calls = _Calls(program.routes[1:], more)
-    sources = _sources(others[:alike], repeated)
+    sizes = program.allocations["bytes"][births[:num_alike]]
+    growths = probe.allocations["bytes"][probe_births[:num_alike]] - sizes
+    calls = _Calls(program.routes[1:], further_tokens)
+    sources = _sources(probe_births[:num_alike], repeated)
     routed = np.zeros((len(program.allocations), 2), dtype=np.int64)
     routed[:, 0] = -1
     call = -1
@@ -89,32 +91,32 @@ def learned(program: Program, probe: Program, repeated: Sequence[RepeatedEvents]
         if number in sources:
             # as in the step that ran, some turns later
             source, turns = sources[number]
-            call = calls.behind(int(routed[made[source], 0]), turns)
+            call = calls.behind(int(routed[births[source], 0]), turns)
         else:
             # what has a constant part, too, depends on the call before it
             call = calls.with_growth(size, growth, otherwise=call)
         if call >= 0:
-            routed[made[number]] = call, growth
+            routed[births[number]] = call, growth
     _give_back(program, routed)
     routes = program.routes.copy()
-    routes[1:, 3] = more
+    routes[1:, 3] = further_tokens
     return replace(program, routed=routed, routes=routes)
 
 
 class _Calls:
     """The calls of dispatchers of an iteration, and by how much each grew in a probe."""
 
-    def __init__(self, routes: np.ndarray, more: np.ndarray) -> None:
+    def __init__(self, routes: np.ndarray, further_tokens: np.ndarray) -> None:
         """Sort the calls that ran by their growth; those written down again grew as another one.
 
         Args:
             routes: Rows of ``Program.routes`` of the calls.
-            more: What each of them has more in the probe.
+            further_tokens: What each of them has more in the probe.
         """
         self._keys = [(int(layer), int(turn)) for layer, turn in routes[:, :2]]
         self._numbers = {key: number for number, key in enumerate(self._keys)}
-        ratios = more / np.maximum(routes[:, 2], 1)
-        _, ran = np.unique(more, return_index=True)
+        ratios = further_tokens / np.maximum(routes[:, 2], 1)
+        _, ran = np.unique(further_tokens, return_index=True)
         ran = np.sort(ran)
         self._order = ran[np.argsort(ratios[ran], kind="stable")]
         self._ratios = ratios[self._order]
@@ -125,6 +127,7 @@ class _Calls:
         first = max(place - 1, 0)
         distances = np.abs(self._ratios[first : place + 1] - growth / size)
         nearest = first + int(np.argmin(distances))
+        # paddings move a size a little
         difference = abs(self._ratios[nearest] * size - growth)
         if difference <= max(0.002 * growth, 64):
             return int(self._order[nearest])
@@ -138,13 +141,21 @@ class _Calls:
         return self._numbers.get((layer, turn + turns.get(layer, 0)), call)
 
 
-def _count_alike(program: Program, made: np.ndarray, probe: Program, others: np.ndarray) -> int:
-    """Count the storages, from the first on, that are made alike in a program and its probe."""
-    count = min(made.size, others.size)
-    notes, notes_of_probe = _notes(program, made[:count]), _notes(probe, others[:count])
-    for number, pair in enumerate(zip(notes, notes_of_probe, strict=True)):
-        note, note_of_probe = pair
-        if note != note_of_probe:
+def _count_alike(
+    program: Program, births: np.ndarray, probe: Program, probe_births: np.ndarray
+) -> int:
+    """Count the storages, from the first on, that are made alike in a program and its probe.
+
+    Args:
+        program: With even loads.
+        births: Events of the program that make a storage, or let it grow.
+        probe: With other loads.
+        probe_births: Such events of the probe.
+    """
+    count = min(births.size, probe_births.size)
+    notes, probe_notes = _notes(program, births[:count]), _notes(probe, probe_births[:count])
+    for number, (note, probe_note) in enumerate(zip(notes, probe_notes, strict=True)):
+        if note != probe_note:
             return number
     return count
 
@@ -171,7 +182,7 @@ def _sources(
     return sources
 
 
-def _made(program: Program) -> np.ndarray:
+def _births(program: Program) -> np.ndarray:
     """Events of the iteration that make a storage, or let it grow."""
     events = program.allocations
     return np.flatnonzero((events["bytes"] > 0) & (events["before"] > 0))
@@ -216,13 +227,13 @@ def law(text: str) -> Law:
         power = float(number)
 
         def shares(random: np.random.Generator, layer: int, experts: int) -> np.ndarray:
-            found: np.ndarray = np.arange(1.0, experts + 1) ** -power
-            return random.permutation(found / found.sum())
+            weights: np.ndarray = np.arange(1.0, experts + 1) ** -power
+            return random.permutation(weights / weights.sum())
 
         return Law(text, shares)
     if not os.path.isdir(text):
-        what = f"--routing {text} is no law"
-        raise UsageError(what, fix="--routing uniform, zipf:1.2, or a --prism-record folder")
+        message = f"--routing {text} is no law"
+        raise UsageError(message, fix="--routing uniform, zipf:1.2, or a --prism-record folder")
     return Law(f"recorded in {text}", _recorded(Path(text)))
 
 
@@ -235,27 +246,31 @@ def _recorded(folder: Path) -> Shares:
             members = re.compile(r"(?:gather|route) .*#\d{1,9}", re.DOTALL)
             _, values = foreign.read_arrays(file, dict[str, object], members)
             for name, value in values.items():
-                if (found := _CALL.fullmatch(name)) is not None and value.dtype == np.uint8:
-                    sums = np.unpackbits(value.reshape(-1, value.shape[-1]), axis=-1).sum(axis=0)
-                    key = int(found[1]), int(found[2])
-                    before = calls.get(key)
-                    calls[key] = sums if before is None else before + sums
+                call = _CALL.fullmatch(name)
+                # other recorded values of a call are no maps of tokens to experts
+                if call is None or value.dtype != np.uint8:
+                    continue
+                sums = np.unpackbits(value.reshape(-1, value.shape[-1]), axis=-1).sum(axis=0)
+                key = int(call[1]), int(call[2])
+                if key in calls:
+                    sums = calls[key] + sums
+                calls[key] = sums
     layers: dict[int, list[np.ndarray]] = {}
     for (layer, _), sums in sorted(calls.items()):
         layers.setdefault(layer, []).append(sums)
     if not layers:
-        what = f"{folder} has no routing of an MoE layer"
-        raise UsageError(what, fix="record the job with all ranks local: --prism-record DIR")
+        message = f"{folder} has no routing of an MoE layer"
+        raise UsageError(message, fix="record the job with all ranks local: --prism-record DIR")
     names = sorted(layers)
 
     def shares(random: np.random.Generator, layer: int, experts: int) -> np.ndarray:
         of_layer = layers[names[layer % len(names)]]
         sums = of_layer[random.integers(len(of_layer))][:experts].astype(float)
         if sums.size != experts or not sums.sum():
-            what = f"{folder} has routing to {sums.size} experts, this job has {experts}"
-            raise UsageError(what, fix="record this very job")
-        found: np.ndarray = sums / sums.sum()
-        return found
+            message = f"{folder} has routing to {sums.size} experts, this job has {experts}"
+            raise UsageError(message, fix="record this very job")
+        shares_of_call: np.ndarray = sums / sums.sum()
+        return shares_of_call
 
     return shares
 
@@ -290,34 +305,39 @@ def draw(
     """
     if not program.routed.size or not (program.routed[:, 0] >= 0).any():
         return None
-    (total, experts, topk, ways), calls = program.routes[0].tolist(), program.routes[1:]
+    copies, experts, topk, sources = program.routes[0].tolist()
+    calls = program.routes[1:]
     timeline = _Timeline(program)
     random = np.random.default_rng(seed)
-    most = None if capacity is None else ways * int(np.ceil(capacity * total / experts))
-    local = max(1, round(calls[0, 2] * experts / (total * ways)))
+    most_of_expert = None
+    if capacity is not None:
+        most_of_expert = sources * int(np.ceil(capacity * copies / experts))
+    # loads were even when the program was recorded
+    local = max(1, round(calls[0, 2] * experts / (copies * sources)))
     groups = experts // local
-    found = np.empty((draws, groups), dtype=np.int64)
+    peaks = np.empty((draws, groups), dtype=np.int64)
     layers = sorted(set(calls[:, 0].tolist()))
-    for row in found:
+    for row in peaks:
         shares = {n: _at_most(chosen.shares(random, n, experts), 1 / topk) for n in layers}
         rows = np.empty((len(calls), groups), dtype=np.int64)
         for call, (layer, *_) in zip(rows, calls.tolist(), strict=True):
-            counts = random.multinomial(total * ways, shares[layer])
-            if most is not None:
-                counts = np.minimum(counts, most)
+            counts = random.multinomial(copies * sources, shares[layer])
+            if most_of_expert is not None:
+                counts = np.minimum(counts, most_of_expert)
             call[:] = counts.reshape(groups, local).sum(axis=1)
         row[:] = [timeline.peak(rows[:, group]) for group in range(groups)]
-    return Drawn(chosen.text, found)
+    return Drawn(chosen.text, peaks)
 
 
-def _at_most(shares: np.ndarray, most: float) -> np.ndarray:
-    """No expert gets a token twice: what is beyond ``most`` goes to the others."""
-    while (shares > most * (1 + 1e-9)).any():
-        full = shares >= most * (1 - 1e-9)
+def _at_most(shares: np.ndarray, limit: float) -> np.ndarray:
+    """No expert gets a token twice: what is beyond ``limit`` goes to the others."""
+    while (shares > limit * (1 + 1e-9)).any():
+        full = shares >= limit * (1 - 1e-9)
         left = np.where(full, 0.0, shares)
+        # nobody is left to take what is beyond: as many experts as a token takes
         if not left.sum():
             return np.full(shares.size, 1 / shares.size)
-        shares = np.where(full, most, left * ((1 - most * full.sum()) / left.sum()))
+        shares = np.where(full, limit, left * ((1 - limit * full.sum()) / left.sum()))
     return shares
 
 
@@ -331,15 +351,17 @@ class _Timeline:
         self._at = np.flatnonzero(routed[:, 0] >= 0)
         live = program.live_bytes()
         starts = np.concatenate(([0], self._at))
-        self._most = np.maximum.reduceat(live, np.unique(starts))
+        self._peaks = np.maximum.reduceat(live, np.unique(starts))
+        # nothing is live before the first event
         if self._at.size and self._at[0] == 0:
-            self._most = np.concatenate(([0], self._most))
+            self._peaks = np.concatenate(([0], self._peaks))
         self._call = routed[self._at, 0]
         self._rows = program.routes[1:, 2]
         grown = routed[self._at, 1].astype(float)
-        self._each = grown / program.routes[1:, 3][self._call]
+        self._bytes_a_token = grown / program.routes[1:, 3][self._call]
 
     def peak(self, rows: np.ndarray) -> int:
         """With ``rows`` copies of tokens for this rank's experts in every call."""
-        more = (rows - self._rows)[self._call] * self._each
-        return round(float((self._most + np.concatenate(([0.0], np.cumsum(more)))).max()))
+        changes = (rows - self._rows)[self._call] * self._bytes_a_token
+        beyond_even = np.concatenate(([0.0], np.cumsum(changes)))
+        return round(float((self._peaks + beyond_even).max()))

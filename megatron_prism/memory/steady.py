@@ -143,9 +143,9 @@ def risk(
     # show the request that fails most often, where it fails first
     sizes = Counter(failure.size for _, failure in failures)
     size = sizes.most_common(1)[0][0]
-    alike = [failure for _, failure in failures if failure.size == size]
-    later = [failure for failure in alike if failure.event >= starts[0]]
-    shown = min(later or alike, key=lambda failure: failure.event)
+    of_size = [failure for _, failure in failures if failure.size == size]
+    later = [failure for failure in of_size if failure.event >= starts[0]]
+    shown = min(later or of_size, key=lambda failure: failure.event)
     first = min(place for place, _ in failures)
     return replace(
         result,
