@@ -51,28 +51,36 @@ def sweep(args: argparse.Namespace) -> Answer:
     """
     from megatron_prism.features.sweep.sweep import sweep as run
 
-    given, job = list(args.settings), args.recipe
+    axes, job = list(args.settings), args.recipe
     if args.job:
-        given, job = ([job, *given] if job else given), _script(args)
+        # the word that would be a recipe is an axis
+        if job:
+            axes.insert(0, job)
+        job = _script(args)
     elif job is None:
         fix = "prism sweep RECIPE tp=1,2 -o DIR, or tp=1,2 -o DIR -- pretrain_gpt.py …"
         raise UsageError("a sweep of what?", fix=fix)
-    how = _own(args)
+    choices = _choices(args)
     if args.limit is not None:
-        how["limit"] = limit_of(args.limit)
+        choices["limit"] = limit_of(args.limit)
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
     talk = console(stderr=True)
-    made = run(job, given, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
-    write_outputs(args.force, (args.csv, made.to_csv))
-    places = [str(args.out / row.result["slices"]) for row in made.rows[:2]]
-    words = ["prism", "compare" if len(places) > 1 else "fit", *places]
+    ranking = run(job, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **choices)
+    write_outputs(args.force, (args.csv, ranking.to_csv))
+    status, next_command = 1, ""
+    if ranking.rows:
+        places = [str(args.out / row.result["slices"]) for row in ranking.rows[:2]]
+        command = "fit"
+        if len(places) > 1:
+            command = "compare"
+        status, next_command = 0, shlex.join(["prism", command, *places])
     return Answer(
-        made.to_json,
-        lambda: print(made.to_text(), end=""),
-        next=shlex.join(words) if places else "",
-        status=0 if made.rows else 1,
-        html=lambda: made.to_html(_write_timelines(made, args.html)),
+        ranking.to_json,
+        lambda: print(ranking.to_text(), end=""),
+        next=next_command,
+        status=status,
+        html=lambda: ranking.to_html(_write_timelines(ranking, args.html)),
     )
 
 
@@ -80,23 +88,29 @@ _OWN = ("machine", "limit", "objective", "price", "address", "trials", "workers"
 _TIMELINES = 10  # of the first points, beside those that nothing beats in time and memory
 
 
-def _own(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given."""
-    return {key: value for key in _OWN if (value := getattr(args, key)) is not None}
+def _choices(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were typed."""
+    choices = {}
+    for key in _OWN:
+        value = getattr(args, key)
+        if value is not None:
+            choices[key] = value
+    return choices
 
 
-def _write_timelines(made: Sweep, page: Path) -> dict[str, str]:
+def _write_timelines(ranking: Sweep, page: Path) -> dict[str, str]:
     """Write ``PAGE_timelines/RANK.html`` of the points that matter; key -> where it is."""
     from megatron_prism.features.sweep.sweep import front
 
     folder = page.with_name(f"{page.stem}_timelines")
-    best = {one["key"] for one in front([row.result for row in made.rows])}
+    results = [row.result for row in ranking.rows]
+    unbeaten = {result["key"] for result in front(results)}
     links = {}
-    for place, row in enumerate(made.rows, 1):
-        if place <= _TIMELINES or row.result["key"] in best:
+    for place, row in enumerate(ranking.rows, 1):
+        if place <= _TIMELINES or row.result["key"] in unbeaten:
             folder.mkdir(exist_ok=True)
             path = folder / f"{place}.html"
-            write_whole(path, made.timeline(place).to_html(), force=True)
+            write_whole(path, ranking.timeline(place).to_html(), force=True)
             links[row.result["key"]] = f"{folder.name}/{path.name}"
     return links
 
@@ -106,12 +120,13 @@ def _script(args: argparse.Namespace) -> Script:
     from megatron_prism.features.sweep.space import Script
 
     script, *words = args.job
-    ours, rest = split(words)
-    made = Script(script, tuple(rest), (*args.ours, *(word for _, one in ours for word in one)))
-    from_command_line(
-        ["--prism-emulate", "--prism-ranks", "0", *made.ours]
-    )  # a typo is of no point
-    return made
+    flags, megatron_words = split(words)
+    prism_words = list(args.ours)
+    for _, words_of_flag in flags:
+        prism_words += words_of_flag
+    # a typo is of no point: it is refused before the sweep begins
+    from_command_line(["--prism-emulate", "--prism-ranks", "0", *prism_words])
+    return Script(script, tuple(megatron_words), tuple(prism_words))
 
 
 COMMANDS = {

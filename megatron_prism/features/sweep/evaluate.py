@@ -56,7 +56,7 @@ _CLOSE = 0.85
 _BESIDE = "behind iterations of fewer microbatches\n"  # in the .whole file of such slices
 _MEMORY = 2 << 30  # bytes that a worker and its captures may take
 Family = Sequence[SweepPoint]
-Given = tuple["SweepSettings", Path]  # to every worker
+Shared = tuple["SweepSettings", Path]  # to every worker
 _server: CaptureServer | None = None  # of this worker process
 
 
@@ -107,8 +107,11 @@ def run(
         return
     results.mkdir(parents=True, exist_ok=True)
     left, done = dict(enumerate(families)), 0
-    given = (settings, results)
-    ended = _on_ray(left, given, workers, address) if address else _here(left, given, workers)
+    shared = (settings, results)
+    if address:
+        ended = _on_ray(left, shared, workers, address)
+    else:
+        ended = _on_this_machine(left, shared, workers)
     for number in ended:
         done += len(left.pop(number))
         told(done)
@@ -117,7 +120,7 @@ def run(
         _store(family, results, lambda point: {**_head(point), **killed})
 
 
-def _here(left: dict[int, Family], given: Given, workers: int) -> Iterator[int]:
+def _on_this_machine(left: dict[int, Family], shared: Shared, workers: int) -> Iterator[int]:
     """The numbers of families that are done, on processes of this machine.
 
     A killed worker (by who wants memory, say) ends its pool.  Any family that ran then may be the
@@ -125,11 +128,13 @@ def _here(left: dict[int, Family], given: Given, workers: int) -> Iterator[int]:
     """
     waiting, deaths = list(left), Counter[int]()
     while waiting:
-        size = 1 if deaths[waiting[0]] else min(workers, len(waiting))
+        size = min(workers, len(waiting))
+        if deaths[waiting[0]]:
+            size = 1
         pool = ProcessPoolExecutor(size, multiprocessing.get_context("fork"), die_with_parent)
         try:
             running: dict[Future[None], int] = {
-                pool.submit(_work, left[number], *given): number for number in waiting
+                pool.submit(_work, left[number], *shared): number for number in waiting
             }
             for future in as_completed(running):
                 future.result()
@@ -144,14 +149,17 @@ def _here(left: dict[int, Family], given: Given, workers: int) -> Iterator[int]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -> Iterator[int]:
+def _on_ray(left: dict[int, Family], shared: Shared, workers: int, address: str) -> Iterator[int]:
     """The same on a Ray cluster, whose workers have this package."""
     try:
         ray: Any = import_module("ray")
     except ImportError:
         fix = "pip install megatron_prism[sweep], or leave --address out"
         raise UsageError(f"--address {address} needs Ray", fix=fix) from None
-    sizes = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
+    # a cluster that runs has its own sizes
+    sizes = {}
+    if address == "local":
+        sizes = {"num_cpus": workers, "include_dashboard": False}
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", **sizes)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -161,7 +169,7 @@ def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -
     with contextlib.ExitStack() as undo:
         undo.callback(ray.shutdown)
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray's words on dead workers
-        running = {task.remote(family, *given): number for number, family in left.items()}
+        running = {task.remote(family, *shared): number for number, family in left.items()}
         while running:
             ended, _ = ray.wait([*running])
             number = running.pop(ended[0])

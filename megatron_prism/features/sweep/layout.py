@@ -85,8 +85,8 @@ class RecipeLayout(_Sizes):
     def family(self) -> str:
         """The same for layouts that differ in replicas and batch alone, of one release of ours."""
         sizes = {"global_batch_size", "prism.world_size"}
-        kept = {k: v for k, v in self.recipe.settings(text_of).items() if k not in sizes}
-        return _digest({**source_of(self.recipe), "settings": kept, "prism": __version__})
+        shared = {k: v for k, v in self.recipe.settings(text_of).items() if k not in sizes}
+        return _digest({**source_of(self.recipe), "settings": shared, "prism": __version__})
 
     def command(self) -> list[str]:
         """Script and arguments that train it."""
@@ -94,26 +94,37 @@ class RecipeLayout(_Sizes):
         return [f"pretrain_{script}.py", *self.recipe.megatron_words()]
 
     def capture(
-        self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
+        self,
+        folder: Path,
+        stage: int,
+        server: Callable[[], CaptureServer],
+        fewest_folder: Path | None,
     ) -> Path:
-        """The slice of a stage's first rank, which is in ``folder`` then, and others maybe;
-        ``more``: where a recipe's slices of ``fewest`` microbatches go, which cost little beside.
+        """The slice of a stage's first rank, which is in ``folder`` then, and others maybe.
+
+        fewest_folder : where a recipe's slices of ``fewest`` microbatches go; they cost little
+                        beside
         """
         rank = self.world.rank_at(pp=stage)
         path = SliceStore(folder, self.world, {}).path(rank)
         if not path.exists():
-            also = None
-            if more is not None:
-                also = self.resized(self.world.dp, self.fewest).recipe, more
-            server().capture(self.recipe, rank, folder, self._alike() if stage == 1 else (), also)
+            fewest = None
+            if fewest_folder is not None:
+                fewest = self.resized(self.world.dp, self.fewest).recipe, fewest_folder
+            twin_stages: tuple[int, ...] = ()
+            if stage == 1:
+                twin_stages = self._twin_stages()
+            server().capture(self.recipe, rank, folder, twin_stages, fewest)
         return path
 
-    def _alike(self) -> tuple[int, ...]:
+    def _twin_stages(self) -> tuple[int, ...]:
         """The stages between the second and the last, if all of them have the second's layers:
         whatever else splits layers unevenly is of the first and the last stage.
         """
-        unlike = [name for name in self.recipe.flags if _BY_LAYER.search(name)]
-        return () if unlike else tuple(range(2, self.world.pp - 1))
+        by_layer = [name for name in self.recipe.flags if _BY_LAYER.search(name)]
+        if by_layer:
+            return ()
+        return tuple(range(2, self.world.pp - 1))
 
     def assembled(self, folder: Path) -> Programs:
         """The world, of the slices of all stages."""
@@ -124,66 +135,76 @@ class RecipeLayout(_Sizes):
 class ScriptLayout(_Sizes):
     """A stock script's.
 
-    script : its path
-    words  : its arguments
-    ours   : ``--prism-…`` flags for every rank
+    script      : its path
+    words       : its arguments
+    prism_words : ``--prism-…`` flags for every rank
     """
 
     script: str
     words: tuple[str, ...]
-    ours: tuple[str, ...]
+    prism_words: tuple[str, ...]
     world: World
     micro_batch_size: int
     global_batch_size: int
 
     @classmethod
-    def of(cls, script: str, words: Sequence[str], ours: Sequence[str]) -> ScriptLayout:
+    def of(cls, script: str, words: Sequence[str], prism_words: Sequence[str]) -> ScriptLayout:
         """UsageError or WorldError for sizes that make no layout."""
         before = ["--prism-emulate", "--prism-ranks", "0"]
-        given = options.from_command_line([*before, *ours, *words])
-        assert given is not None, "--prism-emulate is among them"
+        job_options = options.from_command_line([*before, *prism_words, *words])
+        assert job_options is not None, "--prism-emulate is among them"
         micro = size_of(words, "--micro-batch-size")
-        batch = size_of(words, "--global-batch-size", micro * given.world.dp)
-        if batch % (micro * given.world.dp):
+        batch = size_of(words, "--global-batch-size", micro * job_options.world.dp)
+        if batch % (micro * job_options.world.dp):
             raise UsageError(
                 f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x "
-                f"data-parallel size {given.world.dp}",
+                f"data-parallel size {job_options.world.dp}",
                 fix="another batch",
             )
-        return cls(script, tuple(words), tuple(ours), given.world, micro, batch)
+        return cls(script, tuple(words), tuple(prism_words), job_options.world, micro, batch)
 
     @property
     def fewest(self) -> int:
         """As if chunks were interleaved, which only the job's parsed arguments say: two of them
         take the most microbatches to warm up.
         """
-        world = dataclasses.replace(self.world, vpp=2) if self.world.pp > 1 else self.world
+        world = self.world
+        if world.pp > 1:
+            world = dataclasses.replace(world, vpp=2)
         return fewest(world, _MANY * self.world.pp, {})
 
     @property
     def key(self) -> str:
-        return _digest([self.script, self.words, self.ours, self.world.size])
+        return _digest([self.script, self.words, self.prism_words, self.world.size])
 
     def resized(self, dp: int, microbatches: int) -> ScriptLayout:
         size = self.world.size // self.world.dp * dp
         batch = self.micro_batch_size * dp * microbatches
         words = with_option(self.words, "--global-batch-size", batch)
-        ours = with_option(self.ours, "--prism-world-size", size)
+        prism_words = with_option(self.prism_words, "--prism-world-size", size)
         world = dataclasses.replace(self.world, size=size)
         return dataclasses.replace(
-            self, words=tuple(words), ours=tuple(ours), world=world, global_batch_size=batch
+            self,
+            words=tuple(words),
+            prism_words=tuple(prism_words),
+            world=world,
+            global_batch_size=batch,
         )
 
     def family(self) -> str:
         words = with_option(self.words, "--global-batch-size", None)
-        ours = with_option(self.ours, "--prism-world-size", None)
-        return _digest([__version__, str(Path(self.script).resolve()), words, ours])
+        prism_words = with_option(self.prism_words, "--prism-world-size", None)
+        return _digest([__version__, str(Path(self.script).resolve()), words, prism_words])
 
     def command(self) -> list[str]:
         return [self.script, *self.words]
 
     def capture(
-        self, folder: Path, stage: int, server: Callable[[], CaptureServer], more: Path | None
+        self,
+        folder: Path,
+        stage: int,
+        server: Callable[[], CaptureServer],
+        fewest_folder: Path | None,
     ) -> Path:
         rank = self.world.rank_at(pp=stage)
         path = SliceStore(folder, self.world, {}).path(rank)
@@ -192,7 +213,7 @@ class ScriptLayout(_Sizes):
         return path
 
     def _record(self, folder: Path, ranks: Sequence[int]) -> None:
-        argv = [*with_option(self.ours, "--prism-world-size", self.world.size), *self.words]
+        argv = [*with_option(self.prism_words, "--prism-world-size", self.world.size), *self.words]
         try:
             job = script_job.Job.of(self.script, argv, self.world, "meta")
             script_job.record(job, folder, ranks)
@@ -204,8 +225,8 @@ class ScriptLayout(_Sizes):
             try:
                 return assemble(folder)
             except MissingSlicesError as error:
-                there = set(SliceStore(folder, self.world, {}).ranks())
-                missing = [rank for rank in error.ranks if rank not in there]
+                captured_ranks = set(SliceStore(folder, self.world, {}).ranks())
+                missing = [rank for rank in error.ranks if rank not in captured_ranks]
                 if not missing:
                     raise
                 self._record(folder, missing)
@@ -217,8 +238,10 @@ JobLayout = RecipeLayout | ScriptLayout
 def _refusal(message: str) -> str:
     """The line of a traceback that says what is wrong."""
     error = r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception): .+)$"
-    found = re.findall(error, message, re.MULTILINE)
-    return str(found[-1]) if found else message
+    lines = re.findall(error, message, re.MULTILINE)
+    if not lines:
+        return message
+    return str(lines[-1])
 
 
 def size_of(words: Sequence[str], option: str, default: int = 1) -> int:
@@ -227,19 +250,23 @@ def size_of(words: Sequence[str], option: str, default: int = 1) -> int:
         return default
     text = options.value_of(option, words)
     if not text.isdecimal() or int(text) < 1:
-        said = f"{option} {text}".rstrip()
-        raise UsageError(f"{said} is no number of at least 1", fix=f"{option} {default}")
+        message = f"{option} {text}".rstrip()
+        raise UsageError(f"{message} is no number of at least 1", fix=f"{option} {default}")
     return int(text)
 
 
 def with_option(words: Sequence[str], option: str, value: object) -> list[str]:
     """The words with one option at their end; True is a flag, None and False leave it out."""
-    kept: list[str] = []
-    mine = False  # whether this word is a value of the option
+    changed: list[str] = []
+    is_of_option = False  # whether this word is the option, or a value of it
     for word in words:
-        mine = word.partition("=")[0] == option if word.startswith("--") else mine
-        if not mine:
-            kept.append(word)
+        if word.startswith("--"):
+            is_of_option = word.partition("=")[0] == option
+        if not is_of_option:
+            changed.append(word)
     if value is None or value is False:
-        return kept
-    return [*kept, option] if value is True else [*kept, option, str(value)]
+        return changed
+    changed.append(option)
+    if value is not True:
+        changed.append(str(value))
+    return changed

@@ -48,19 +48,19 @@ class CaptureServer:
     def __init__(self) -> None:
         environment = {**os.environ, "PRISM_ARGS": ""}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        self._pipe, theirs = Pipe()
-        with theirs:
+        self._pipe, child_end = Pipe()
+        with child_end:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
                     "megatron_prism.features.sweep.recipe_server",
-                    str(theirs.fileno()),
+                    str(child_end.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 env=environment,
                 preexec_fn=die_with_parent,
             )
@@ -81,20 +81,21 @@ class CaptureServer:
         recipe: Recipe,
         rank: int,
         folder: Path,
-        alike: Sequence[int] = (),
-        more: tuple[Recipe, Path] | None = None,
+        twin_stages: Sequence[int] = (),
+        resized: tuple[Recipe, Path] | None = None,
     ) -> None:
         """Put the slice of ``rank`` into ``folder``.
 
-        alike : other stages in the middle of the pipeline with the same layers: their slices, which
-                say nothing of memory, come along, unless one of them does anything of its own
-        more  : the same with another number of microbatches, and where its slices go
+        twin_stages : other stages in the middle of the pipeline with the same layers: their slices,
+                      which say nothing of memory, come along, unless one of them does anything of
+                      its own
+        resized     : the same with another number of microbatches, and where its slices go
 
         Raises the PrismError that the rank ended with, NotTrainedError for a crash.
         """
-        if not self._ask(_repeat, recipe, rank, folder, alike, more):
-            for one, place in [(recipe, folder), *([more] if more else [])]:
-                self._ask(_capture, one, rank, place)
+        if not self._ask(_repeat, recipe, rank, folder, twin_stages, resized):
+            for sized_recipe, place in _jobs(recipe, folder, resized):
+                self._ask(_capture, sized_recipe, rank, place)
 
     def check(
         self,
@@ -108,8 +109,8 @@ class CaptureServer:
         beside the script, the command line (script and arguments) is parsed and validated, too
         (training/arguments.py validate_args).  ``recipes``: empty for command lines of a script.
         """
-        found: list[str] = self._ask(_check, recipes, command_lines, world_sizes)
-        return found
+        refusals: list[str] = self._ask(_check, recipes, command_lines, world_sizes)
+        return refusals
 
     def _ask(self, function: Callable[..., object], *content: object) -> Any:
         """What ``function`` returns in the server; raises what it raises there."""
@@ -144,24 +145,26 @@ def _serve(requests: Connection) -> None:
 
 def _in_child(function: str, content: tuple[Any, ...]) -> object:
     """The answer of a fork of this process, which Megatron may change as it likes."""
-    ours, theirs = Pipe(duplex=False)
+    results, child_end = Pipe(duplex=False)
     child = os.fork()
     if not child:
         status = 1
         try:
             die_with_parent()
-            theirs.send(_answer(function, content))
+            child_end.send(_answer(function, content))
             status = 0
         finally:
             exit_status.leave(status)
-    theirs.close()
-    with ours:
+    child_end.close()
+    with results:
         try:
-            answer = ours.recv()
+            answer = results.recv()
         except EOFError:
             answer = None
     _, status = os.waitpid(child, 0)
-    return NotTrainedError(f"its process ended with status {status}") if status else answer
+    if status:
+        return NotTrainedError(f"its process ended with status {status}")
+    return answer
 
 
 def _answer(function: str, content: tuple[Any, ...]) -> object:
@@ -171,6 +174,16 @@ def _answer(function: str, content: tuple[Any, ...]) -> object:
         return error
     except Exception as error:  # a bug, ours or Megatron's
         return NotTrainedError(f"{type(error).__name__}: {error}")
+
+
+def _jobs(
+    recipe: Recipe, folder: Path, resized: tuple[Recipe, Path] | None
+) -> list[tuple[Recipe, Path]]:
+    """The recipe and its folder, and the resized one behind it, if there is one."""
+    jobs = [(recipe, folder)]
+    if resized is not None:
+        jobs.append(resized)
+    return jobs
 
 
 def _capture(recipe: Recipe, rank: int, folder: Path) -> None:
@@ -184,8 +197,8 @@ def _repeat(
     recipe: Recipe,
     rank: int,
     folder: Path,
-    alike: Sequence[int],
-    more: tuple[Recipe, Path] | None,
+    twin_stages: Sequence[int],
+    resized: tuple[Recipe, Path] | None,
 ) -> bool:
     """Record iterations of which what repeats itself is written down again; False where nothing
     does.
@@ -219,20 +232,21 @@ def _repeat(
             job.iterate(len(monitor.iterations))
         if monitor.repeats is None:
             return False
-        for one, place in [(recipe, folder), *([more] if more else [])]:
-            job.num_microbatches = one.num_microbatches
+        for sized_recipe, place in _jobs(recipe, folder, resized):
+            job.num_microbatches = sized_recipe.num_microbatches
             recorder.start(like=builder)  # whose steps may be written again
             job.iterate(len(monitor.iterations))
             recording = recorder.stop()
             builder = recording.builder
             assert builder is not None
             source = capture.source_of(run.version, "meta", "meta")
-            store = SliceStore(place, one.world, capture.source_of_recipe(source, one))
+            source = capture.source_of_recipe(source, sized_recipe)
+            store = SliceStore(place, sized_recipe.world, source)
             store.put(recording.program())
-            for stage in alike:
+            for stage in twin_stages:
                 with parallel_state.get_pipeline_model_parallel_group().in_place_of(stage):
-                    other = one.world.rank_at(pp=stage)
-                    store.put(repeats.sections.record_as(builder, other, job.schedule))
+                    twin_rank = sized_recipe.world.rank_at(pp=stage)
+                    store.put(repeats.sections.record_as(builder, twin_rank, job.schedule))
     except NotRepeatedError:
         return False
     return True
@@ -246,11 +260,13 @@ def _note_sections(job: RankJob, sections: Sections) -> None:
         return lambda *args: sections.call(name, chunk, partial(run, *args))
 
     for name in ("param_sync_func", "grad_sync_func"):
-        given = getattr(config, name)
-        if isinstance(given, list):
-            setattr(config, name, [hook(name, chunk, run) for chunk, run in enumerate(given)])
-        elif given is not None:
-            setattr(config, name, hook(name, 0, given))
+        functions = getattr(config, name)
+        # one for each chunk of an interleaved schedule
+        if isinstance(functions, list):
+            hooks = [hook(name, chunk, function) for chunk, function in enumerate(functions)]
+            setattr(config, name, hooks)
+        elif functions is not None:
+            setattr(config, name, hook(name, 0, functions))
     job.param_sync = config.param_sync_func
     finalize = config.finalize_model_grads_func
 
@@ -275,11 +291,15 @@ def _check(
         recipe_script.attached(Session(), recipes[0], 0)
         import_module("torch.distributed").init_process_group()
     training = find_spec("megatron") is not None and find_spec("megatron.training") is not None
-    said = [_refusal(partial(recipe_script.check_layers, one)) for one in recipes]
-    return [
-        before or (_refusal(partial(_validate, words, size)) if training else "")
-        for before, words, size in zip(said or [""] * len(sizes), command_lines, sizes, strict=True)
-    ]
+    refusals = [""] * len(sizes)  # command lines of a script have no recipe to check
+    if recipes:
+        refusals = [_refusal(partial(recipe_script.check_layers, recipe)) for recipe in recipes]
+    if not training:
+        return refusals
+    for number, (words, size) in enumerate(zip(command_lines, sizes, strict=True)):
+        if not refusals[number]:
+            refusals[number] = _refusal(partial(_validate, words, size))
+    return refusals
 
 
 def _validate(words: Sequence[str], world_size: int) -> None:
@@ -295,15 +315,15 @@ def _refusal(run: Callable[[], object]) -> str:
     """What ``run()`` refuses, "" if nothing."""
     from megatron_prism.emulate.recipe_script import refusals
 
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
         quiet = contextlib.redirect_stdout(io.StringIO())
-        with quiet, contextlib.redirect_stderr(said), refusals():
+        with quiet, contextlib.redirect_stderr(stderr), refusals():
             run()
     except PrismError as error:
         return error.message
     except SystemExit:  # argparse
-        return said.getvalue().strip().rpartition("error: ")[2] or "its parser refuses it"
+        return stderr.getvalue().strip().rpartition("error: ")[2] or "its parser refuses it"
     except Exception as error:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""

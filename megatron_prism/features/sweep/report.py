@@ -88,19 +88,31 @@ def _head(sweep: Sweep) -> list[str]:
     return head
 
 
+_UNKNOWN = "unknown"
+
+
 def _cells(sweep: Sweep, row: Row) -> list[str]:
     """Return the cells of a point, below those of ``_head``."""
     result = row.result
     memory_bytes = result["memory"]["bytes"]
     tokens = result["tokens_per_gpu"]
-    headroom = "unknown" if sweep.limit is None else format_bytes(sweep.limit - memory_bytes)
+    headroom = _UNKNOWN
+    if sweep.limit is not None:
+        headroom = format_bytes(sweep.limit - memory_bytes)
+    rank = f"{row.rank}"
+    # others may be as quick: the measurements do not say which is first
+    if row.equal:
+        rank += "="
+    tokens_text = _UNKNOWN
+    if tokens is not None:
+        tokens_text = f"{tokens:,.1f}"
     cells = [
-        f"{row.rank}=" if row.equal else f"{row.rank}",
+        rank,
         *_axis_values(sweep, result["axes"]),
         _iteration(row),
         _slower(row),
         f"{row.best:.0%}",
-        "unknown" if tokens is None else f"{tokens:,.1f}",
+        tokens_text,
         _share(result["mfu"]),
         _share(result["bubble"]),
         _share(result["exposed"]),
@@ -109,9 +121,15 @@ def _cells(sweep: Sweep, row: Row) -> list[str]:
     ]
     if _has_p95(sweep):
         p95_ns = result["p95_ns"]
-        cells.append("unknown" if p95_ns is None else _seconds(p95_ns))
+        p95 = _UNKNOWN
+        if p95_ns is not None:
+            p95 = _seconds(p95_ns)
+        cells.append(p95)
     if _has_cost(sweep):
-        cells.append("unknown" if row.cost is None else f"{row.cost:,.2f}")
+        cost = _UNKNOWN
+        if row.cost is not None:
+            cost = f"{row.cost:,.2f}"
+        cells.append(cost)
     return cells
 
 
@@ -125,7 +143,9 @@ def _seconds(ns: float) -> str:
 
 
 def _share(part: float | None) -> str:
-    return "unknown" if part is None else format_share(part)
+    if part is None:
+        return _UNKNOWN
+    return format_share(part)
 
 
 def _host_decides(row: Row) -> bool:
@@ -241,7 +261,9 @@ def render_html(sweep: Sweep, links: Mapping[str, str]) -> str:
         links: Key of a point -> the page of its timeline.
     """
     layouts = counted(len(sweep.rows), "layout")
-    answer = _words(sweep.rows[0]) if sweep.rows else "no layout runs"
+    answer = "no layout runs"
+    if sweep.rows:
+        answer = _words(sweep.rows[0])
     title = f"{job_settings.job_name({'recipe': sweep.recipe})}: {answer}"
     about = f"the first of {layouts} by {sweep.objective}; {sweep.recipe} on {sweep.machine}"
     return render_page(
@@ -259,7 +281,8 @@ def _words(row: Row) -> str:
 
 def _page_data(sweep: Sweep, links: Mapping[str, str]) -> Data:
     """Return what sweep.js draws; times in ns, memory in bytes."""
-    front_keys = {result["key"] for result in front([row.result for row in sweep.rows])}
+    results = [row.result for row in sweep.rows]
+    front_keys = {result["key"] for result in front(results)}
     rows: list[Data] = []
     for row in sweep.rows:
         data = _row_data(sweep, row)

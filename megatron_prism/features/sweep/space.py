@@ -50,7 +50,7 @@ class Script:
 
     script: str
     words: tuple[str, ...]
-    ours: tuple[str, ...] = ()
+    prism_words: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -256,7 +256,11 @@ def _size(job: Job, key: str) -> int:
     if isinstance(job, Recipe):
         section = job.prism if dot else job
         return getattr(section, name) or 0
-    return size_of(job.ours if dot else job.words, option_of(key), 0)
+    words = job.words
+    # "prism.world_size" is a flag of ours
+    if dot:
+        words = job.prism_words
+    return size_of(words, option_of(key), 0)
 
 
 def points(job: Job, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:
@@ -270,16 +274,18 @@ def points(job: Job, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:
 
 def point_of(job: Job, axes: Mapping[str, Value]) -> SweepPoint:
     """Return the point of one combination: the job with these values, or why there is none."""
-    return _of_recipe(job, axes) if isinstance(job, Recipe) else _of_script(job, axes)
+    if isinstance(job, Recipe):
+        return _of_recipe(job, axes)
+    return _of_script(job, axes)
 
 
 def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
     """Return the point of a script's job."""
     words = list(job.words)
-    ours = list(job.ours)
+    prism_words = list(job.prism_words)
     for axis, value in axes.items():
         if axis == "world_size":
-            ours = with_option(ours, "--prism-world-size", value)
+            prism_words = with_option(prism_words, "--prism-world-size", value)
         elif axis != "dp":
             words = with_option(words, option_of(AXES.get(axis, axis)), value)
     if "vpp" in axes:
@@ -300,8 +306,8 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
                 size_of(words, option_of(AXES[axis])) for axis in ("tp", "pp", "cp")
             ]
             world_size = int(str(axes["dp"])) * math.prod(sizes_of_replica)
-            ours = with_option(ours, "--prism-world-size", world_size)
-        return SweepPoint(axes, ScriptLayout.of(job.script, words, ours))
+            prism_words = with_option(prism_words, "--prism-world-size", world_size)
+        return SweepPoint(axes, ScriptLayout.of(job.script, words, prism_words))
     except PrismError as error:
         return SweepPoint(axes, None, error.message, "no layout")
 
@@ -311,8 +317,12 @@ def _with_recompute(words: list[str], is_full: bool) -> list[str]:
     method = value_of("--recompute-method", words) or "uniform"
     layers = value_of("--recompute-num-layers", words) or "1"
     words = with_option(words, "--recompute-activations", None)
-    words = with_option(words, "--recompute-method", method if is_full else None)
-    return with_option(words, "--recompute-num-layers", layers if is_full else None)
+    # Megatron refuses both options for what is not whole layers
+    if not is_full:
+        words = with_option(words, "--recompute-method", None)
+        return with_option(words, "--recompute-num-layers", None)
+    words = with_option(words, "--recompute-method", method)
+    return with_option(words, "--recompute-num-layers", layers)
 
 
 def _sequence_parallel(axes: Mapping[str, Value], tp: int, is_given: bool) -> bool:

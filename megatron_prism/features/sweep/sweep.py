@@ -34,7 +34,7 @@ from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.features.sweep import space
 from megatron_prism.features.sweep.evaluate import FAILED, Figures, SweepSettings, run, timeline_of
-from megatron_prism.features.sweep.layout import RecipeLayout
+from megatron_prism.features.sweep.layout import JobLayout, RecipeLayout
 from megatron_prism.features.sweep.recipe_server import CaptureServer
 from megatron_prism.features.sweep.space import Job, Script, SweepPoint, Value
 from megatron_prism.memory import nccl_buffers
@@ -103,8 +103,9 @@ class Sweep:
         """What the points' ``memory.bytes`` are made of."""
         calibration = nccl_buffers.read(nccl_buffers.DEFAULT)
         elsewhere = named_in(self.machine) != named_in(calibration.source)
-        more = f"; not measured on {self.machine}: extrapolated" if elsewhere else ""
-        return calibration.provenance() + more
+        if not elsewhere:
+            return calibration.provenance()
+        return f"{calibration.provenance()}; not measured on {self.machine}: extrapolated"
 
     def to_json(self) -> dict[str, object]:
         """What ``prism sweep --json`` prints; times in ns, memory in bytes."""
@@ -192,13 +193,19 @@ def sweep(
     Raises:
         UsageError: no such axis, objective or machine.
     """
-    job: Job = recipe if isinstance(recipe, Script) else recipes.given(recipe)
+    job: Job
+    if isinstance(recipe, Script):
+        job = recipe
+    else:
+        job = recipes.given(recipe)
     folder = Path(out)
     tell = told or _tell_nobody
     values = _values_of(axes, job, bool(trials))
     objective = _checked_objective(objective or _natural(values), price)
     if not machine:
-        hardware = "" if isinstance(job, Script) else job.hardware.name
+        hardware = ""
+        if isinstance(job, Recipe):
+            hardware = job.hardware.name
         machine = default_machine("", hardware)
     nodes = read_machine(machine)
     if limit is None:
@@ -292,31 +299,33 @@ def _searched(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
     points: dict[str, SweepPoint] = {}
-    made = None
+    evaluation = None
     for start in range(0, trials, _ASKED):
         asked = []
         for _ in range(min(_ASKED, trials - start)):
             trial = study.ask()
-            axes = {axis: trial.suggest_categorical(axis, all_) for axis, all_ in values.items()}
+            axes = {}
+            for axis, choices in values.items():
+                axes[axis] = trial.suggest_categorical(axis, choices)
             point = space.point_of(job, axes)
             asked.append((trial, point.key))
             points.setdefault(point.key, point)
-        made = evaluated(list(points.values()))
-        scores = {row.result["key"]: _score(row.result, objective) for row in made.rows}
+        evaluation = evaluated(list(points.values()))
+        scores = {row.result["key"]: _score(row.result, objective) for row in evaluation.rows}
         for trial, key in asked:
             if key in scores:
                 study.tell(trial, scores[key])
             else:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-    assert made is not None, "at least one trial"
-    return made
+    assert evaluation is not None, "at least one trial"
+    return evaluation
 
 
 def _results(
     left: Sequence[SweepPoint],
     settings: SweepSettings,
     execute: Callable[..., None],
-    told: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> dict[str, Figures]:
     """Return by key of a point its figures, or ``by`` and ``reason``.
 
@@ -329,11 +338,11 @@ def _results(
             (folder / f"{point.key}.json").unlink(missing_ok=True)
             missing.append(point)
     families = _families(missing)
-    told(
+    tell(
         f"{len(left)} to evaluate, {len(left) - len(missing)} of them are there already; "
         f"{len(families)} distinct programs"
     )
-    execute(families, results=folder, told=lambda done: told(f"{done} of {len(missing)} evaluated"))
+    execute(families, results=folder, told=lambda done: tell(f"{done} of {len(missing)} evaluated"))
     # a sweep over other axes may have evaluated it
     return {point.key: {**_read(folder, point), "axes": dict(point.axes)} for point in left}
 
@@ -359,17 +368,22 @@ def _is_whole(result: Figures) -> bool:
 
 
 def _word(axis: str, values: Sequence[Value] | str) -> str:
-    text = values if isinstance(values, str) else ",".join(space.text(value) for value in values)
-    return f"{axis}={text}"
+    if isinstance(values, str):
+        return f"{axis}={values}"
+    return f"{axis}={','.join(space.text(value) for value in values)}"
 
 
 def _natural(axes: Mapping[str, Sequence[Value]]) -> str:
-    other = {"global_batch_size", "world_size", "dp"} & {a for a, v in axes.items() if len(v) > 1}
-    return "tokens_per_gpu" if other else "time"
+    """The objective where none is named."""
+    varied = {axis for axis, values in axes.items() if len(values) > 1}
+    # iterations of different batches, or on more GPUs, are not compared by their time
+    if not varied.isdisjoint(("global_batch_size", "world_size", "dp")):
+        return "tokens_per_gpu"
+    return "time"
 
 
 def _pruned(
-    points: list[SweepPoint], settings: SweepSettings, told: Callable[[str], None]
+    points: list[SweepPoint], settings: SweepSettings, tell: Callable[[str], None]
 ) -> list[SweepPoint]:
     """The points, most of the impossible ones with their reasons; Megatron is asked last, since it
     must be started for that.
@@ -382,44 +396,59 @@ def _pruned(
         refusals: dict[str, str] = json.loads(store.read_text()).get(release, {})
     except (OSError, ValueError):
         refusals = {}
-    asked = {p.key: p.layout for p in points if not p.by and p.layout and p.key not in refusals}
+    asked: dict[str, JobLayout] = {}
+    for point in points:
+        if not point.by and point.layout and point.key not in refusals:
+            asked[point.key] = point.layout
     if asked:
-        told("asking Megatron")
-        with contextlib.closing(CaptureServer()) as server:
-            for keys in (list(asked)[i : i + _AT_ONCE] for i in range(0, len(asked), _AT_ONCE)):
-                some = [asked[key] for key in keys]
-                recipes = [one.recipe for one in some if isinstance(one, RecipeLayout)]
-                commands, sizes = [o.command() for o in some], [o.world.size for o in some]
-                refusals |= zip(keys, server.check(recipes, commands, sizes), strict=True)
+        tell("asking Megatron")
+        refusals |= _ask_megatron(asked)
         store.write_text(json.dumps({release: refusals}, indent=1))
-    return [
-        point.dropped(MEGATRON, refusals[point.key])
-        if not point.by and refusals.get(point.key)
-        else point
-        for point in points
-    ]
+    checked = []
+    for point in points:
+        refusal = refusals.get(point.key)
+        if refusal and not point.by:
+            point = point.dropped(MEGATRON, refusal)
+        checked.append(point)
+    return checked
+
+
+def _ask_megatron(layouts: Mapping[str, JobLayout]) -> dict[str, str]:
+    """Key -> what Megatron refuses of a layout, "" if nothing; a few layouts a process."""
+    refusals: dict[str, str] = {}
+    keys = list(layouts)
+    with contextlib.closing(CaptureServer()) as server:
+        for start in range(0, len(keys), _AT_ONCE):
+            keys_of_part = keys[start : start + _AT_ONCE]
+            part = [layouts[key] for key in keys_of_part]
+            recipes = [layout.recipe for layout in part if isinstance(layout, RecipeLayout)]
+            commands = [layout.command() for layout in part]
+            sizes = [layout.world.size for layout in part]
+            answers = server.check(recipes, commands, sizes)
+            refusals |= zip(keys_of_part, answers, strict=True)
+    return refusals
 
 
 def too_large(points: Sequence[SweepPoint], limit: int) -> list[SweepPoint]:
     """The points, those whose first stage exceeds ``limit`` bytes with what it needs."""
-    found = []
+    checked = []
     for point in points:
         if not point.by and isinstance(point.layout, RecipeLayout):
-            least = memory_bound(point.layout.recipe)
-            if least > limit:
-                said = f"needs at least {format_bytes(least)}, limit {format_bytes(limit)}"
-                point = point.dropped(MEMORY, said)
-        found.append(point)
-    return found
+            bound = memory_bound(point.layout.recipe)
+            if bound > limit:
+                reason = f"needs at least {format_bytes(bound)}, limit {format_bytes(limit)}"
+                point = point.dropped(MEMORY, reason)
+        checked.append(point)
+    return checked
 
 
 def _families(points: Sequence[SweepPoint]) -> list[list[SweepPoint]]:
     """Points that share slices, together and in their order."""
-    found: dict[str, list[SweepPoint]] = {}
+    families: dict[str, list[SweepPoint]] = {}
     for point in points:
         if point.layout is not None:
-            found.setdefault(point.layout.family(), []).append(point)
-    return list(found.values())
+            families.setdefault(point.layout.family(), []).append(point)
+    return list(families.values())
 
 
 def _run_name(settings: SweepSettings) -> str:
@@ -434,7 +463,9 @@ def _run_name(settings: SweepSettings) -> str:
 def _cost(result: Figures, price: float | None) -> float | None:
     """Of 10^9 tokens; ``price`` is of a GPU for an hour."""
     tokens = result["tokens_per_gpu"]
-    return None if price is None or not tokens else cost_of_tokens(tokens, price)
+    if price is None or not tokens:
+        return None
+    return cost_of_tokens(tokens, price)
 
 
 def _score(result: Figures, objective: str) -> float:
@@ -481,8 +512,8 @@ def ranked(results: Sequence[Figures], objective: str, price: float | None = Non
     groups = [place.group for place in places]
     rows = []
     for result, place in zip(in_order, places, strict=True):
-        least = estimates[0].ns or 1
-        slower = place.slower_ns / least, place.low_ns / least, place.high_ns / least
+        best_ns = estimates[0].ns or 1
+        slower = place.slower_ns / best_ns, place.low_ns / best_ns, place.high_ns / best_ns
         rank = 1 + groups.index(place.group)
         equal = groups.count(place.group) > 1
         rows.append(Row(rank, equal, result, _cost(result, price), slower, place.best))
@@ -491,9 +522,11 @@ def ranked(results: Sequence[Figures], objective: str, price: float | None = Non
 
 def front(results: Sequence[Figures]) -> list[Figures]:
     """Points that no other one beats in both iteration time and memory, fastest first."""
-    order = sorted(results, key=lambda one: (one["iteration_ns"], one["memory"]["bytes"]))
-    found: list[Figures] = []
-    for one in order:
-        if not found or one["memory"]["bytes"] < found[-1]["memory"]["bytes"]:
-            found.append(one)
-    return found
+    by_time = sorted(
+        results, key=lambda result: (result["iteration_ns"], result["memory"]["bytes"])
+    )
+    unbeaten: list[Figures] = []
+    for result in by_time:
+        if not unbeaten or result["memory"]["bytes"] < unbeaten[-1]["memory"]["bytes"]:
+            unbeaten.append(result)
+    return unbeaten
