@@ -65,13 +65,22 @@ def server(run: bool, parser: Parser, ask: Ask) -> Any:
     except ImportError as error:
         fix = "pip install 'megatron_prism[mcp]'"
         raise UsageError("prism mcp needs the SDK of the protocol, mcp 2", fix=fix) from error
-    how = "make one with the tool capture" if run else "prism capture makes one; or prism mcp --run"
+    slices_come_from = "prism capture makes one; or prism mcp --run"
+    names = [*_READ, "calls"]
+    if run:
+        slices_come_from = "make one with the tool capture"
+        names += _RUN
     served = MCPServer(
-        "prism", instructions=_INSTRUCTIONS.format(how), version=megatron_prism.__version__
+        "prism",
+        instructions=_INSTRUCTIONS.format(slices_come_from),
+        version=megatron_prism.__version__,
     )
-    for name in (*_READ, "calls", *(_RUN if run else ())):
+    for name in names:
         hints = ToolAnnotations(read_only_hint=name not in _RUN, destructive_hint=False)
-        tool = _calls if name == "calls" else _tool(name, parser(name), ask)
+        # no command lists calls: people read them in the programs
+        tool: Callable[..., Json] = _calls
+        if name != "calls":
+            tool = _tool(name, parser(name), ask)
         served.add_tool(tool, name=name, annotations=hints)
     return served
 
@@ -80,58 +89,76 @@ def _tool(name: str, reader: argparse.ArgumentParser, ask: Ask) -> Callable[...,
     """A command as a function with a parameter for each of its arguments."""
     from pydantic import Field as Described
 
-    hidden = _OF_PEOPLE if name in _RUN else {*_OF_PEOPLE, "out"}
-    actions = {one.dest: one for one in reader._actions if one.dest not in hidden}
-    parameters = []
-    for dest, action in actions.items():
-        several = action.nargs in ("*", "+") or isinstance(action, argparse._AppendAction)
-        kind: Any = list[str] if several else bool if action.nargs == 0 else str | int | float
-        needed = action.required and action.nargs != "*"
-        default = inspect.Parameter.empty if needed else action.default
-        kind = kind if needed else kind | None
-        described: Any = Annotated[kind, Described(description=action.help)]
-        parameters.append(
-            inspect.Parameter(
-                dest, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=described
-            )
-        )
+    hidden = set(_OF_PEOPLE)
+    # a question writes no file; what starts a job says where its slices go
+    if name not in _RUN:
+        hidden.add("out")
+    actions = {action.dest: action for action in reader._actions if action.dest not in hidden}
+    parameters = [_parameter(action) for action in actions.values()]
     if name in _RUN:
         line = Annotated[str, Described(description="what starts the job: torchrun … script.py …")]
         parameters.append(
             inspect.Parameter("line", inspect.Parameter.KEYWORD_ONLY, default="", annotation=line)
         )
 
-    def answer(line: str = "", **given: Any) -> Json:
-        words = [
-            word
-            for dest, value in given.items()
-            if value is not None
-            for word in _words(actions[dest], value)
-        ]
+    def answer(line: str = "", **arguments: Any) -> Json:
+        words = []
+        for dest, value in arguments.items():
+            if value is not None:
+                words += _words(actions[dest], value)
+        if line:
+            words += ["--", *shlex.split(line)]
         text = io.StringIO()
-        with _told(), contextlib.redirect_stdout(text), mock.patch.dict("os.environ"):
-            _, made = ask(name, [*words, *(["--"] if line else []), *shlex.split(line)])
-            assert isinstance(made, Answer)
-            made.page()
-            value = made.value()
-        return _answer(text.getvalue(), value, made.next)
+        with _user_errors(), contextlib.redirect_stdout(text), mock.patch.dict("os.environ"):
+            _, reply = ask(name, words)
+            assert isinstance(reply, Answer)
+            reply.page()
+            value = reply.value()
+        return _answer(text.getvalue(), value, reply.next)
 
     answer.__doc__ = reader.description
     vars(answer)["__signature__"] = inspect.Signature(parameters, return_annotation=Json)
     return answer
 
 
+def _parameter(action: argparse.Action) -> inspect.Parameter:
+    """An argument of a command as a parameter of its tool."""
+    from pydantic import Field as Described
+
+    kind: Any = str | int | float
+    if action.nargs in ("*", "+") or isinstance(action, argparse._AppendAction):
+        kind = list[str]
+    elif action.nargs == 0:
+        kind = bool
+    default = inspect.Parameter.empty
+    if not action.required or action.nargs == "*":
+        default, kind = action.default, kind | None
+    described: Any = Annotated[kind, Described(description=action.help)]
+    return inspect.Parameter(
+        action.dest, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=described
+    )
+
+
 def _words(action: argparse.Action, value: Any) -> list[str]:
     """An argument as on a command line."""
+    flags = list(action.option_strings[-1:])
+    # a switch
     if action.nargs == 0:
-        return list(action.option_strings[-1:]) if value else []
-    values = [str(one) for one in value] if isinstance(value, list) else [str(value)]
-    if not action.option_strings:
-        return values
-    flag = action.option_strings[-1]
-    if action.nargs is None:
-        return [word for one in values for word in (flag, one)]
-    return [flag, *values] if values else []
+        if value:
+            return flags
+        return []
+    values = [str(value)]
+    if isinstance(value, list):
+        values = [str(element) for element in value]
+    # of one value each: the flag comes again
+    if flags and action.nargs is None:
+        words = []
+        for text in values:
+            words += [*flags, text]
+        return words
+    if not values:
+        return []
+    return [*flags, *values]
 
 
 def _calls(programs: str, selector: str = "", rank: int = 0) -> Json:
@@ -144,18 +171,21 @@ def _calls(programs: str, selector: str = "", rank: int = 0) -> Json:
     from megatron_prism.core.collectives import BY_NAME
     from megatron_prism.core.slices import open_programs
 
-    with _told():
+    with _user_errors():
         chosen = replace(CallSelector.parse(selector), rank=str(rank))
         job = open_programs(programs)
-    labels = [one.call_label for one in job.of(rank) if one.name in BY_NAME]
-    fitting = enumerate(one for one in labels if chosen.fits(one))
-    calls = [{"nth": nth + 1, **asdict(one)} for nth, one in fitting if chosen.nth in (None, nth)]
+    labels = [op.call_label for op in job.of(rank) if op.name in BY_NAME]
+    fitting = [label for label in labels if chosen.fits(label)]
+    calls = []
+    for nth, label in enumerate(fitting):
+        if chosen.nth in (None, nth):
+            calls.append({"nth": nth + 1, **asdict(label)})
     then = f"prism run --prism-debugger --prism-break {shlex.quote(str(chosen))} -- the job's line"
     return _answer("", {"calls": calls, "source": dict(job.source)}, then)
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _user_errors() -> Iterator[None]:
     """An error that a user can act on is one of the tool."""
     from mcp.server.mcpserver.exceptions import ToolError
 
@@ -168,7 +198,7 @@ def _told() -> Iterator[None]:
 def _answer(text: str, value: Any, then: str) -> Json:
     """Text as people get it, figures, where they are from, what to type next."""
     sources = {key: value[key] for key in _SOURCES if key in value}
-    figures = {key: one for key, one in value.items() if key not in sources}
+    figures = {key: entry for key, entry in value.items() if key not in sources}
     then = then or value.get("decides") or value.get("stop") or ""
     return {
         "text": text,
@@ -181,8 +211,10 @@ def _answer(text: str, value: Any, then: str) -> Json:
 def _shortened(value: object) -> object:
     """``value`` with long lists cut; what is left out is counted."""
     if isinstance(value, Mapping):
-        return {str(key): _shortened(one) for key, one in value.items()}
+        return {str(key): _shortened(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        more = [f"… and {len(value) - _LONG} more"] if len(value) > _LONG else []
-        return [*map(_shortened, value[:_LONG]), *more]
+        entries = [_shortened(entry) for entry in value[:_LONG]]
+        if len(value) > _LONG:
+            entries.append(f"… and {len(value) - _LONG} more")
+        return entries
     return value

@@ -64,7 +64,9 @@ def add_to(run: Run, session: Session, asked: StopOptions) -> None:
     for text in filter(None, map(str.strip, asked.stop.split(";"))):
         breakpoint = Breakpoint.parse(text)
         named = breakpoint.select.rank
-        ranks = world.select(named) if named else options.ranks[:1]
+        ranks = options.ranks[:1]
+        if named:
+            ranks = world.select(named)
         if not set(ranks) & set(options.ranks):
             raise UsageError(
                 f"--prism-break {text!r}: rank {ranks[0]} has no process here",
@@ -107,9 +109,9 @@ class Breakpoint:
         """
         words = text.replace(",", " ").split()
         numbers = [word for word in words if re.fullmatch(r"#[1-9]\d{0,11}", word)]
-        rest = [word for word in words if word not in (*numbers, "after", "before")]
+        selector = [word for word in words if word not in (*numbers, "after", "before")]
         subject = f"--prism-break {text!r}"
-        select = CallSelector.parse(" ".join(rest), subject)
+        select = CallSelector.parse(" ".join(selector), subject)
         if select.op and select.op not in (row.name for row in TABLE):
             raise UsageError(f"{subject}: {select.op} is no call", fix=_FIX)
         if select.group.isalpha() and select.group.islower() and select.group not in short_names():
@@ -117,7 +119,9 @@ class Breakpoint:
                 f"{subject}: there is no group {select.group}",
                 fix=f"group= one of {', '.join(short_names())}",
             )
-        number = int(numbers[-1][1:]) if numbers else 0
+        number = 0
+        if numbers:
+            number = int(numbers[-1][1:])
         return Breakpoint(text, select, "after" in words, number)
 
 
@@ -149,7 +153,9 @@ def debugger_at(text: str | None) -> tuple[str, int] | None:
             f"{fix}, and attach an editor",
         ),
     )
-    return (remote[1] or "localhost", int(remote[2])) if remote else None
+    if not remote:
+        return None
+    return remote[1] or "localhost", int(remote[2])
 
 
 @dataclass
@@ -168,8 +174,11 @@ class _Seen:
         return f"{step} {call.op} #{self.number} of {call.group} at {site}"
 
     def __str__(self) -> str:
-        norm = "" if self.norm is None else f"  norm {self.norm:.6g}"
-        return f"{self.line}  {self.shapes}{norm}"
+        text = f"{self.line}  {self.shapes}"
+        # values of tier meta have no norm
+        if self.norm is None:
+            return text
+        return f"{text}  norm {self.norm:.6g}"
 
 
 class Debugger(LabelledCalls):
@@ -230,21 +239,23 @@ class Debugger(LabelledCalls):
         numbered = self._number in (0, number)
         chosen = numbered and self._matcher.hit(call) or self._next
         ins, outs = arguments(op, args)
-        made = _Seen(call, number, _shapes(ins or outs))
+        seen = _Seen(call, number, _shapes(ins or outs))
         if number == self._number and not chosen:
-            self._unfit.append(made.line)
+            self._unfit.append(seen.line)
         after = self._after  # at the prompt another call may be chosen
         if chosen and not after:
-            self._stop(Prompt(self, group, made, ins, outs, None))
+            self._stop(Prompt(self, group, seen, ins, outs, None))
         work = self.through(group, op, answer, args, kwargs)
         if self.real:
-            made.norm = _norm(outs or ins)
-        self.seen.append(made)
+            seen.norm = _norm(outs or ins)
+        self.seen.append(seen)
         if chosen and after:
             if work is not None:
                 work.wait()
-            made.norm = _norm(outs or ins) if self.real else None
-            self._stop(Prompt(self, group, made, ins, outs, work))
+            # of what has arrived: before the wait the outputs are not filled
+            if self.real:
+                seen.norm = _norm(outs or ins)
+            self._stop(Prompt(self, group, seen, ins, outs, work))
         return work
 
     def finished(self) -> None:
@@ -254,12 +265,13 @@ class Debugger(LabelledCalls):
             near = difflib.get_close_matches(self.breakpoint.text, list(self._kinds), 3, 0.3)
             group = self.breakpoint.select.group
             unfit = [line for line in self._unfit if named_group(group, line.split()[4])]
-            why = (
-                f"its number is that of {'; '.join((unfit or self._unfit)[:3])}"
-                if self._unfit
-                else f"{counted(self._matcher.seen, 'call')} of rank {self.rank} fit without "
-                f"nth=, in {counted(self.iteration, 'iteration')}"
-            )
+            # calls of another group may have had the number
+            if self._unfit:
+                why = f"its number is that of {'; '.join((unfit or self._unfit)[:3])}"
+            else:
+                fitting = counted(self._matcher.seen, "call")
+                iterations = counted(self.iteration, "iteration")
+                why = f"{fitting} of rank {self.rank} fit without nth=, in {iterations}"
             error = UsageError(
                 f"--prism-break {self.breakpoint.text!r} was never reached: {why}",
                 fix="calls of this rank are: " + "; ".join(near or list(self._kinds)[:3]),
@@ -273,7 +285,9 @@ class Debugger(LabelledCalls):
         self._reached = self._asked = self._inside = True
         self._next = False
         frame = _of_the_job(sys._getframe(2))
-        when = "after" if self._after else "before"
+        when = "before"
+        if self._after:
+            when = "after"
         sys.stderr.write(
             f"prism: rank {self.rank}, iteration {self.iteration}, stops {when} "
             f"{prompt.line}; prism says what is in scope\n"
@@ -308,10 +322,11 @@ class Debugger(LabelledCalls):
 
 def _of_the_job(frame: FrameType) -> FrameType:
     """The first frame from ``frame`` outwards in which pdb stops."""
-    outwards = (one for one, _ in traceback.walk_stack(frame))
-    names = ((one, one.f_globals.get("__name__", "")) for one in outwards)
-    stops = (one for one, name in names if not any(fnmatch.fnmatch(name, p) for p in _SKIPPED))
-    return next(stops, frame)
+    for outer, _ in traceback.walk_stack(frame):
+        module = outer.f_globals.get("__name__", "")
+        if not any(fnmatch.fnmatch(module, pattern) for pattern in _SKIPPED):
+            return outer
+    return frame
 
 
 class _Pdb(pdb.Pdb):
@@ -366,14 +381,14 @@ class Prompt:
         self,
         debugger: Debugger,
         group: PrismGroup,
-        made: _Seen,
+        seen: _Seen,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         work: dist.Work | None,
     ) -> None:
-        self._debugger, self._made, self.group = debugger, made, group
-        self.call, self.inputs, self.outputs, self.work = made.call, inputs, outputs, work
-        self.line, self._goes_on = made.line, False
+        self._debugger, self._made, self.group = debugger, seen, group
+        self.call, self.inputs, self.outputs, self.work = seen.call, inputs, outputs, work
+        self.line, self._goes_on = seen.line, False
 
     def __repr__(self) -> str:
         return (
@@ -391,18 +406,24 @@ class Prompt:
         """Print what this call is in the program, who its peers are and what they would deliver."""
         ranks, me = list(self.group.ranks), self._debugger.rank
         local = [ranks[position] for position in self.group.local]
-        shown = (
-            format_ranks(sorted(ranks))
-            if len(ranks) <= _LISTED
-            else (f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}")
-        )
+        shown = format_ranks(sorted(ranks))
+        if len(ranks) > _LISTED:
+            shown = f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
         print(f"{self.line}, iteration {self.call.iteration}")
         print(f"  rank {me} is member {ranks.index(me)} of {len(ranks)}: {shown}")
         virtual = len(ranks) - len(local)
-        whose = f"ranks {format_ranks(sorted(local))} hold" if local != [me] else "this rank holds"
-        policy = {"mirror": f"hold what {whose} (mirror)", "noise": "hold noise of the same scale"}
-        what = policy.get(self._debugger.values, f"answer by {self._debugger.values}")
-        print(f"  {virtual} of them virtual: they {what}" if virtual else "  all of them are real")
+        holders = "this rank holds"
+        if local != [me]:
+            holders = f"ranks {format_ranks(sorted(local))} hold"
+        policies = {
+            "mirror": f"hold what {holders} (mirror)",
+            "noise": "hold noise of the same scale",
+        }
+        answer = policies.get(self._debugger.values, f"answer by {self._debugger.values}")
+        if virtual:
+            print(f"  {virtual} of them virtual: they {answer}")
+        else:
+            print("  all of them are real")
         print(f"  sends {_shapes(self.inputs) or 'nothing'}, fills {_shapes(self.outputs) or '-'}")
 
     def calls(self, count: int = _KEPT) -> None:
@@ -431,35 +452,42 @@ class Prompt:
 def _alive(models: Models, optimizer: object, depth: int) -> list[tuple[str, int]]:
     """(kind and module, bytes) of every storage that a tensor holds, the largest first."""
     owners = AllocationOwners(models or (), optimizer).parts()
-    found: Counter[str] = Counter()
-    known: set[int] = set()
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor):
-            storage = one.untyped_storage()
-            key = storage._cdata
-            if key not in known:
-                known.add(key)
-                rest = storage.nbytes()
-                parts = owners.get(key, [("other", "activations and temporaries", rest)])
-                for kind, module, size in parts:  # a buffer of gradients has those of many modules
-                    held = min(size, rest)
-                    found[f"{kind} {'.'.join(module.split('.')[:depth])}"] += held
-                    rest -= held
-                found[f"{parts[0][0]} padding"] += rest
-    return (+found).most_common()
+    bytes_by_module: Counter[str] = Counter()
+    counted_storages: set[int] = set()
+    for candidate in gc.get_objects():
+        # isinstance would ask proxies for their class, and run code of theirs
+        if not issubclass(type(candidate), torch.Tensor):
+            continue
+        storage = candidate.untyped_storage()
+        key = storage._cdata
+        if key in counted_storages:
+            continue
+        counted_storages.add(key)
+        left_bytes = storage.nbytes()
+        parts = owners.get(key, [("other", "activations and temporaries", left_bytes)])
+        # a buffer of gradients has those of many modules
+        for kind, module, size in parts:
+            held = min(size, left_bytes)
+            bytes_by_module[f"{kind} {'.'.join(module.split('.')[:depth])}"] += held
+            left_bytes -= held
+        bytes_by_module[f"{parts[0][0]} padding"] += left_bytes
+    return (+bytes_by_module).most_common()
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """``2x4 float32, 8 int64, +3``: of the first four tensors."""
     words = ["x".join(map(str, t.shape)) + f" {str(t.dtype)[6:]}" for t in tensors[:4]]
-    return ", ".join(words) + (f", +{len(tensors) - 4}" if len(tensors) > 4 else "")
+    if len(tensors) > 4:
+        words.append(f"+{len(tensors) - 4}")
+    return ", ".join(words)
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float | None:
     """Of the first tensor of fractions; None if there is none."""
-    first = next((one for one in tensors if one.is_floating_point()), None)
-    if first is None:
-        return None
-    return float(torch.linalg.vector_norm(first.detach(), dtype=torch.float32))
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
+    return None
 
 
 # -- values that are not finite ------------------------------------------------------------------
@@ -474,25 +502,29 @@ _FRESH = re.compile(r"aten::(new_)?(empty|resize|set_|_resize|_to_copy\.out)")
 
 
 class ValueWatch(LabelledCalls):
-    """Looks for ``what``: ``nan``, ``inf``, or ``norm>X``.
+    """Looks for ``subject``: ``nan``, ``inf``, or ``norm>X``.
 
     tier     : meta has no values, and is refused
     debugger : "pdb" opens a prompt at the place; None ends the job there
 
-    Raises UsageError for another ``what``.
+    Raises UsageError for another subject.
     """
 
-    def __init__(self, what: str, tier: str, debugger: str | None = None) -> None:
+    def __init__(self, subject: str, tier: str, debugger: str | None = None) -> None:
         super().__init__()
-        norm = re.fullmatch(r"norm>(\d+(\.\d+)?([eE][+-]?\d+)?)", what)
-        if what not in ("nan", "inf") and norm is None:
-            raise UsageError(f"--prism-watch {what}: nan, inf or norm>X", fix="--prism-watch nan")
+        norm = re.fullmatch(r"norm>(\d+(\.\d+)?([eE][+-]?\d+)?)", subject)
+        if subject not in ("nan", "inf") and norm is None:
+            message = f"--prism-watch {subject}: nan, inf or norm>X"
+            raise UsageError(message, fix="--prism-watch nan")
         if tier == "meta":
             raise UnsupportedError(
                 "--prism-watch: tier meta has shapes only, and no values",
                 fix="--prism-tier cpu, with a smaller model",
             )
-        self.what, self.limit = what, float(norm[1]) if norm else 0.0
+        self.subject = subject
+        self.limit = 0.0
+        if norm:
+            self.limit = float(norm[1])
         self._debugger = debugger
         self._owners = AllocationOwners()
         self._mode = _Mode(self)
@@ -506,26 +538,27 @@ class ValueWatch(LabelledCalls):
             self._entered = self._looks = True
             self._owners = AllocationOwners(model)
             self._owners.follow_forwards()
-            self._hooks = [
-                m.register_forward_hook(self._forward)
-                for chunk in self._owners.models
-                for m in chunk.modules()
-            ]
+            for chunk in self._owners.models:
+                for module in chunk.modules():
+                    self._hooks.append(module.register_forward_hook(self._forward))
             self._mode.__enter__()
 
     def _forward(self, module: torch.nn.Module, args: object, output: object) -> None:
         """Remember whose backward it is that begins with this output."""
         name = self._owners.name_of(module)
         for tensor in pytree.tree_leaves(output):
-            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
-            if node is not None and "prism" not in node.metadata:  # the innermost module's, once
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            node: Any = tensor.grad_fn
+            # the innermost module's, once
+            if node is not None and "prism" not in node.metadata:
                 node.metadata["prism"] = name
                 node.register_prehook(lambda _, name=name: setattr(self, "_module", name))
 
     def finished(self) -> None:
         self.stop()
         sys.stderr.write(
-            f"prism: no operator of {counted(self.iteration, 'iteration')} gave {self.what}\n"
+            f"prism: no operator of {counted(self.iteration, 'iteration')} gave {self.subject}\n"
         )
 
     def stop(self) -> None:
@@ -542,8 +575,8 @@ class ValueWatch(LabelledCalls):
         """Whether ``tensor`` has what is looked for."""
         if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
             return False
-        if self.what in ("nan", "inf"):
-            return bool(getattr(torch, f"is{self.what}")(tensor).any())
+        if self.subject in ("nan", "inf"):
+            return bool(getattr(torch, f"is{self.subject}")(tensor).any())
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) > self.limit
 
     def found(self, operator: OpOverload, inputs: list[torch.Tensor], result: torch.Tensor) -> None:
@@ -553,17 +586,21 @@ class ValueWatch(LabelledCalls):
         module = self._owners.module() or self._module
         node = torch._C._current_autograd_node()
         site = self._owners.sites.find(sys._getframe(2), foreign=True)
-        given = sum(map(self.is_bad, inputs))
         shape = "x".join(map(str, result.shape)) or "1"
         lines = [
-            f"iteration {self.iteration}, {step}: {operator} gave the first {self.what} "
-            f"({shape} {str(result.dtype)[6:]})",
-            f"  module  {module or 'none'}" + (f", in {node.name()}" if node is not None else ""),
-            f"  line    {site or 'unknown'}",
-            f"  inputs  {given} of {len(inputs)} have it already"
-            if given
-            else "  inputs  none of them has it",
+            f"iteration {self.iteration}, {step}: {operator} gave the first {self.subject} "
+            f"({shape} {str(result.dtype)[6:]})"
         ]
+        module_line = f"  module  {module or 'none'}"
+        # only backward has a node that runs
+        if node is not None:
+            module_line += f", in {node.name()}"
+        lines += [module_line, f"  line    {site or 'unknown'}"]
+        bad_inputs = sum(map(self.is_bad, inputs))
+        if bad_inputs:
+            lines.append(f"  inputs  {bad_inputs} of {len(inputs)} have it already")
+        else:
+            lines.append("  inputs  none of them has it")
         self._looks = False  # the mode itself cannot be left from inside
         if self._debugger == "pdb":
             sys.stderr.write("\n".join(["prism: " + lines[0], *lines[1:], ""]))

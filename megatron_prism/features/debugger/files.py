@@ -43,19 +43,19 @@ def compare_recordings(
             f"the recordings are of ranks {', and '.join(ranks)}: none is in both",
             fix="record a rank of both",
         )
-    differences, alike = [], []
+    differences, equal_ranks = [], []
     for rank in ranks_of_both:
         first = difference(rank, runs[0][rank](), runs[1][rank](), args.norm)
         if first is None:
-            alike.append(rank)
+            equal_ranks.append(rank)
         else:
             differences.append(first)
     rows = [first.to_json() for first in differences]
 
     def page() -> None:
         print("\n".join(first.to_text() for first in differences), end="")
-        if alike:
-            print(f"alike: rank{'s' * (len(alike) > 1)} {format_ranks(alike)}")
+        if equal_ranks:
+            print(f"alike: rank{'s' * (len(equal_ranks) > 1)} {format_ranks(equal_ranks)}")
 
     return Answer(
         lambda: {"ranks": ranks_of_both, "differences": rows},

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,7 +42,10 @@ class Streams:
     def __init__(self, driver: Driver, device: torch.device) -> None:
         self.driver = driver
         self.free: list[int] = []  # events that nobody holds any more
-        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        self._index: int = index
         self._ours: dict[int, torch.cuda.Stream] = {}
         self._raw = torch._C._cuda_getCurrentRawStream
         self.capturing = torch.cuda.is_current_stream_capturing
@@ -56,9 +60,9 @@ class Streams:
         self._ours[stream.cuda_stream] = stream
         return stream.cuda_stream, self.driver.event()
 
-    def follow(self, stream: int, other: int, event: int) -> None:
-        """``stream`` goes on behind what ``other`` holds now."""
-        status = self.driver.record(event, other) or self.driver.wait(stream, event, 0)
+    def follow(self, stream: int, leader: int, event: int) -> None:
+        """``stream`` goes on behind what ``leader`` holds now."""
+        status = self.driver.record(event, leader) or self.driver.wait(stream, event, 0)
         if status:
             raise PrismError(f"the CUDA driver refused to order two streams (status {status})")
 
@@ -80,8 +84,12 @@ class StreamEnd:
 
     def __init__(self, streams: Streams, stream: int) -> None:
         self._streams = streams
-        self.handle = streams.free.pop() if streams.free else streams.driver.event()
-        if status := streams.driver.record(self.handle, stream):
+        if streams.free:
+            self.handle = streams.free.pop()
+        else:
+            self.handle = streams.driver.event()
+        status = streams.driver.record(self.handle, stream)
+        if status:
             raise PrismError(f"the CUDA driver refused an event (status {status})")
 
     def __del__(self) -> None:
@@ -136,13 +144,16 @@ class Launcher:
         torch.cuda.synchronize(device)  # the driver's calls want torch's context
         self.device, self.launches, self.shared = device, launches, shared
         self.driver = Driver()
-        mapped = shared.map(self.driver.map_host) if shared is not None else {}
-        self._put(_columns(table, launches, shared.process if shared else 0), mapped)
+        # a process alone keeps what several would share in its device's memory
+        mapped, process = {}, 0
+        if shared is not None:
+            mapped, process = shared.map(self.driver.map_host), shared.process
+        self._put(_columns(table, launches, process), mapped)
         source = cuda_source(_TIMEOUT_NS, _PATIENCE_NS)
         kernel = torch.cuda._compile_kernel(source, "prism_call")
         properties = torch.cuda.get_device_properties(device)
-        most = getattr(properties, "shared_memory_per_block_optin", 49_152)
-        self._shared = min(_SHARED_BYTES, most)
+        block_bytes = getattr(properties, "shared_memory_per_block_optin", 49_152)
+        self._shared = min(_SHARED_BYTES, block_bytes)
         kernel.set_shared_memory_config(self._shared)
         self._prepare(kernel.func)
         if shared is not None:
@@ -272,15 +283,16 @@ class Launcher:
         Overwrites the first stamp of the first launch; waits for the device.
         """
         torch.cuda.synchronize(self.device)
-        stamp, found = np.zeros(1, np.int64), []
+        stamp = np.zeros(1, np.int64)
+        lags = []
         for _ in range(_TRIES):
             begin = time.perf_counter_ns()
             self.arrive(0, 0, 0, -2)
             self.driver.synchronize(0)
             self.driver.read(self._arrays["came"][0], stamp)
-            found.append((int(stamp[0]) - begin, begin))
-        least, begin = min(found)
-        return begin, least
+            lags.append((int(stamp[0]) - begin, begin))
+        shortest_lag, begin = min(lags)
+        return begin, shortest_lag
 
     def stamps(self) -> dict[str, np.ndarray]:
         """What the last RING iterations wrote down; waits for the device.
@@ -288,46 +300,48 @@ class Launcher:
         end, tag [RING, interactions]; came, went, from, until [RING, launches]; stuck [1]
         """
         torch.cuda.synchronize(self.device)
-        found: dict[str, np.ndarray] = {}
+        stamps: dict[str, np.ndarray] = {}
         for name in ("end", "tag", "came", "went", "from", "until", "stuck"):
             if self.shared is not None and name in SHARED:
-                found[name] = self.shared.array(name)
+                stamps[name] = self.shared.array(name)
                 continue
             address, array = self._arrays[name]
-            found[name] = np.empty_like(array)
+            stamps[name] = np.empty_like(array)
             if array.nbytes:
-                self.driver.read(address, found[name])
-        return found
+                self.driver.read(address, stamps[name])
+        return stamps
 
 
 def _columns(table: AnswerTimes, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
     """What the kernel reads and writes, by the names of TABLE."""
-    words = {"i": np.int32, "q": np.int64}
-    given: dict[str, tuple[str, ArrayLike]] = {
-        "part": ("i", np.concatenate(([0], np.cumsum([len(one) for one in launches])))),
-        "member": ("i", [j for one in launches for j in one]),
-        "own": ("q", table.own),
-        "start": ("i", table.start),
-        "cause": ("i", table.cause),
-        "back": ("i", table.back),
-        "weight": ("q", table.weight),
+    launch_sizes = [len(interactions) for interactions in launches]
+    members = list(itertools.chain.from_iterable(launches))
+    columns: dict[str, np.ndarray] = {
+        "part": _contiguous(np.concatenate(([0], np.cumsum(launch_sizes))), np.int32),
+        "member": _contiguous(members, np.int32),
+        "own": _contiguous(table.own, np.int64),
+        "start": _contiguous(table.start, np.int32),
+        "cause": _contiguous(table.cause, np.int32),
+        "back": _contiguous(table.back, np.int32),
+        "weight": _contiguous(table.weight, np.int64),
     }
-    found: dict[str, np.ndarray] = {
-        name: np.ascontiguousarray(values, dtype=words[kind])
-        for name, (kind, values) in given.items()
-    }
-    found["end"] = np.zeros((RING, len(table)), np.int64)
-    found["tag"] = np.zeros((RING, len(table)), np.int32)
+    columns["end"] = np.zeros((RING, len(table)), np.int64)
+    columns["tag"] = np.zeros((RING, len(table)), np.int32)
     for name in ("came", "went", "from", "until"):
-        found[name] = np.zeros((RING, len(launches)), np.int64)
-    found["ready"] = np.zeros((RING, len(launches)), np.int32)
-    found |= seats(table, launches, process)
-    found["here"] = np.zeros((RING, len(table.of)), np.int64)
-    found["seen"] = np.zeros((RING, len(table.of)), np.int32)
-    found["clocks"] = np.zeros(2, CLOCK)
+        columns[name] = np.zeros((RING, len(launches)), np.int64)
+    columns["ready"] = np.zeros((RING, len(launches)), np.int32)
+    columns |= seats(table, launches, process)
+    columns["here"] = np.zeros((RING, len(table.of)), np.int64)
+    columns["seen"] = np.zeros((RING, len(table.of)), np.int32)
+    columns["clocks"] = np.zeros(2, CLOCK)
     for name in ("gone", "stuck", "clock"):
-        found[name] = np.zeros(1, np.int32)
-    return found
+        columns[name] = np.zeros(1, np.int32)
+    return columns
+
+
+def _contiguous(values: ArrayLike, dtype: type[np.integer[Any]]) -> np.ndarray:
+    """An array as the kernel reads it."""
+    return np.ascontiguousarray(values, dtype=dtype)
 
 
 # -- CUDA source -------------------------------------------------------------------------------
@@ -356,10 +370,10 @@ LAUNCH = 2_000
 RING = 4  # iterations whose ends are remembered
 # The fields of Table, in order: all addresses, but for the last two.
 TABLE = (
-    "part", "member", "mine", "with", "whom", "own", "start", "cause", "back", "weight",
-    "end", "tag", "here", "seen", "gone", "came", "went", "from", "until", "ready", "stuck",
-    "clocks", "clock",
-)  # fmt: skip
+    *("part", "member", "mine", "with", "whom", "own", "start", "cause", "back", "weight"),
+    *("end", "tag", "here", "seen", "gone", "came", "went", "from", "until", "ready", "stuck"),
+    *("clocks", "clock"),
+)
 SHARED = ("end", "tag", "here", "seen", "gone")
 
 # struct Clock, as numpy has it.

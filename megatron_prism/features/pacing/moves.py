@@ -115,15 +115,15 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    group: PrismGroup, out: torch.Tensor, whole: torch.Tensor, opts: ReduceScatterOptions
+    group: PrismGroup, out: torch.Tensor, full: torch.Tensor, opts: ReduceScatterOptions
 ) -> Move | None:
-    if not (out.is_contiguous() and whole.is_contiguous()) or out.dtype != whole.dtype:
+    if not (out.is_contiguous() and full.is_contiguous()) or out.dtype != full.dtype:
         return None
-    part, size = out.nbytes, whole.nbytes
+    part, size = out.nbytes, full.nbytes
     scaling = _scaling(group, out, opts.reduceOp)
     if scaling is None or size != group._n * part:
         return None
-    read = whole.data_ptr()
+    read = full.data_ptr()
     source = read + group._p * part
     kind, scale = scaling
     if kind and group._sequence and group._values.mirrors(out) and out.data_ptr() != source:

@@ -387,16 +387,16 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     if not folder.is_dir():
         message = f"--prism-pace: there is no folder {folder}"
         raise UsageError(message, fix=f"capture one rank per stage first: --prism-capture {folder}")
-    made = slices.assemble(folder)
-    device = made.source.get("device")
+    programs = slices.assemble(folder)
+    device = programs.source.get("device")
     if device not in (None, source["device"]):  # slices made by hand name none
         message = f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
         fix = "name a folder that does not exist, and what is missing is captured here"
         raise UsageError(f"{message}{source['device']!r}", fix=fix)
     wanted = {key: value for key, value in source.items() if key != "device"}
-    here = slices.SliceStore(folder, options.world, wanted, parsed=False)
-    _refuse(folder, here.differences(made))
-    return made
+    store = slices.SliceStore(folder, options.world, wanted, parsed=False)
+    _refuse(folder, store.differences(programs))
+    return programs
 
 
 def _refuse(folder: Path, differ: list[str]) -> None:
@@ -412,13 +412,16 @@ def calibration(folder: Path, device: str = "") -> Calibration | None:
     file = folder / CALIBRATION
     if not file.exists():
         return None
-    found = read_calibration(file)
-    there, here = named_in(found.source), named_in(device)
-    if there and here and there.partition("_")[0] != here.partition("_")[0]:
-        message = f"--prism-pace: {file} was measured on {there}, and this is {device!r}"
+    measured = read_calibration(file)
+    measured_machine, machine = named_in(measured.source), named_in(device)
+    if measured_machine is None or machine is None:
+        return measured
+    # the name of a shipped machine begins with that of its GPU
+    if measured_machine.partition("_")[0] != machine.partition("_")[0]:
+        message = f"--prism-pace: {file} was measured on {measured_machine}, and this is {device!r}"
         fix = f"prism calibrate -o {file}, here; without the file calls are modelled"
         raise UsageError(message, fix=fix)
-    return found
+    return measured
 
 
 def _machine_of(device: str) -> str:

@@ -20,6 +20,7 @@ A call that the program does not expect ends pacing until the next iteration, is
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -80,7 +81,7 @@ class Batch:
         self._move: Move | None = None
         self._asked: list[_Asked] = []
         self._answers: list[Callable[[], object]] = []
-        self._made: list[CompletedWork] = []
+        self._works: list[CompletedWork] = []
 
     def add(self, asked: _Asked) -> CompletedWork:
         args, op = asked.args, asked.call.op
@@ -90,8 +91,12 @@ class Batch:
         if move is None:
             self._answers.append(asked.make)
         self._asked.append(asked)
-        self._made.append(CompletedWork(args[0], args[1] if op == "recv" else -1))
-        return self._made[-1]
+        source = -1
+        if op == "recv":
+            source = args[1]
+        work = CompletedWork(args[0], source)
+        self._works.append(work)
+        return work
 
     def issue(self) -> None:
         """Answer on the group's stream and hold it."""
@@ -113,8 +118,8 @@ class Batch:
             lane.stream, launch, pacer.iteration, pacer.first, not self._answers, blocks, self._move
         )
         lane.end = end = StreamEnd(streams, lane.stream)
-        for made, asked in zip(self._made, self._asked, strict=True):
-            made.after(end, asked.args)
+        for work, asked in zip(self._works, self._asked, strict=True):
+            work.after(end, asked.args)
         _keep_host(self._begin + sum(asked.call.host for asked in self._asked))
 
 
@@ -214,7 +219,9 @@ class Pacer(CallListener):
     ) -> dist.Work | None:
         """Make ``answer(group, *args, **kwargs)`` at the time at which it would come."""
         begin = perf_counter_ns()  # all that follows is in NCCL's own time
-        call = self._expected(group, op) if self.active else None
+        call = None
+        if self.active:
+            call = self._expected(group, op)
         if call is None or call.launch < 0:
             return answer(group, *args, **kwargs)
         if self.streams.capturing():
@@ -226,29 +233,36 @@ class Pacer(CallListener):
         self.now_issued[call.launch] = begin
         stream = self.streams.current()
         if op == "barrier":
-            made = self._in_order(stream, asked)
+            work = self._in_order(stream, asked)
             self.streams.synchronize(stream)  # NCCL's barrier holds the host
-            return made
+            return work
         pair = op == "send" or op == "recv"
-        opts = kwargs.get("opts", args[-1] if args else None)
+        # torch passes options by name, or last
+        opts = kwargs.get("opts")
+        if "opts" not in kwargs and args:
+            opts = args[-1]
         if not pair and not getattr(opts, "asyncOp", True):
-            made = self._in_order(stream, asked)
+            work = self._in_order(stream, asked)
         else:
-            lane = self.lane((id(group), args[1]) if pair else id(group))
-            made = self._on_own_stream(lane, stream, asked)
+            # a pair of ranks has a communicator of its own, and so a stream
+            key: object = id(group)
+            if pair:
+                key = (id(group), args[1])
+            lane = self.lane(key)
+            work = self._on_own_stream(lane, stream, asked)
         _keep_host(begin + call.host)
-        return made
+        return work
 
     def _on_own_stream(self, lane: _Lane, stream: int, asked: _Asked) -> dist.Work | None:
         """On a stream of its own, after what the caller's holds now."""
         self.streams.follow(lane.stream, stream, lane.begin)
-        made: dist.Work | None = self._moved(lane.stream, asked)
-        if made is None:
+        work: dist.Work | None = self._moved(lane.stream, asked)
+        if work is None:
             with self.streams.on(lane.stream):
-                made = self._answered(lane.stream, asked)
+                work = self._answered(lane.stream, asked)
         lane.end = end = StreamEnd(self.streams, lane.stream)
-        assert isinstance(made, CompletedWork), made
-        return made.after(end, asked.args)
+        assert isinstance(work, CompletedWork), work
+        return work.after(end, asked.args)
 
     def _in_order(self, stream: int, asked: _Asked) -> dist.Work | None:
         """On the caller's stream, but after what the communicator does on another."""
@@ -268,12 +282,16 @@ class Pacer(CallListener):
         move: Move | None = find(group, *args, **kwargs)
         if move is None:
             return None
-        tensors = args[0] if call.op == "send" else move.outs
+        tensors = move.outs
+        if call.op == "send":
+            tensors = args[0]
         # the kernel reaches no host's memory
         if tensors and (tensors[0].device.type == "cuda") != self._cuda:
             return None
         group.sequence += 1
-        distance = group.distance(args[1]) if call.op in ("send", "recv") else 0
+        distance = 0
+        if call.op in ("send", "recv"):
+            distance = group.distance(args[1])
         group._count(group.desc, group._n, call.op, move.payload, distance)
         return move
 
@@ -294,11 +312,11 @@ class Pacer(CallListener):
         early = call.large or len(asked.group.local) > 1
         if early:
             self.launcher.arrive(stream, call.launch, self.iteration)
-        made = asked.make()
+        work = asked.make()
         self.launcher.release(
             stream, call.launch, self.iteration, self.first, not early, call.blocks
         )
-        return made
+        return work
 
     def lane(self, key: object) -> _Lane:
         """The stream of ``key``."""
@@ -357,19 +375,19 @@ def summary(
                  this rank is as fast as its slice; ``predicted`` has them by group
     """
     tally = pacer.tally
-    found: dict[str, object] = {
+    figures: dict[str, object] = {
         "iterations_paced": tally.paced,
         "strayed": tally.strayed[:5],
         "iterations_strayed": len(tally.strayed),
         "calls_outside": tally.extra,
     }
     if stamps["stuck"][0]:
-        found["stuck"] = _name(pacer, int(stamps["stuck"][0]) - 1)
+        figures["stuck"] = _name(pacer, int(stamps["stuck"][0]) - 1)
     if pacer.launcher.shared is not None:
-        found["clock"] = pacer.launcher.clock()
+        figures["clock"] = pacer.launcher.clock()
     iteration = _last(pacer, stamps)
     if iteration is None:
-        return found
+        return figures
     slot = iteration % RING
     came, went, until = (stamps[name][slot] for name in ("came", "went", "until"))
     late = np.maximum(went - until, 0)
@@ -383,14 +401,17 @@ def summary(
         if name in groups:
             groups[name]["predicted_us"] = us
     issued = np.array(pacer.issued[slot])
+    rounded_groups = {}
+    for name, row in groups.items():
+        rounded_groups[name] = {key: round(value, 1) for key, value in row.items()}
     return {
-        **found,
+        **figures,
         "calls_paced": len(came),
         "late_calls": int((late > _LATE_NS).sum()),
         "late_us": float(late.sum() / 1e3),
         "iteration_us": _felt_us(pacer, stamps, iteration),
         "host_bound": int(at_once(issued, came, pacer.lags).sum()),
-        "groups": {name: {k: round(v, 1) for k, v in row.items()} for name, row in groups.items()},
+        "groups": rounded_groups,
     }
 
 
@@ -403,11 +424,13 @@ def at_once(
     lags   : (host's clock, ns from there to the device's when an idle device begins a launch) at
              the beginning and the end of the run; clocks drift evenly between them
     """
-    times, least = np.array(lags, dtype=np.int64).T
+    times, shortest_lags = np.array(lags, dtype=np.int64).T
+    first_lag = shortest_lags[0]
     # differences first: the device's clock has more digits than a float
-    expected = np.interp(issued - times[0], times - times[0], (least - least[0]).astype(float))
-    found: np.ndarray = (came - issued - least[0]) - expected <= within
-    return found
+    drifts = (shortest_lags - first_lag).astype(float)
+    expected = np.interp(issued - times[0], times - times[0], drifts)
+    began_at_once: np.ndarray = (came - issued - first_lag) - expected <= within
+    return began_at_once
 
 
 def _felt_us(pacer: Pacer, stamps: dict[str, np.ndarray], iteration: int) -> float | None:
@@ -421,9 +444,12 @@ def _felt_us(pacer: Pacer, stamps: dict[str, np.ndarray], iteration: int) -> flo
 
 def _last(pacer: Pacer, stamps: dict[str, np.ndarray]) -> int | None:
     """The last iteration whose every end is known."""
-    ours = [j for one in pacer.launcher.launches for j in one]
+    interactions = list(itertools.chain.from_iterable(pacer.launcher.launches))
+    if not interactions:
+        return None
+    # only the last RING iterations have stamps
     for iteration in range(pacer.iteration, max(-1, pacer.iteration - RING), -1):
-        if ours and (stamps["tag"][iteration % RING][ours] == iteration + 1).all():
+        if (stamps["tag"][iteration % RING][interactions] == iteration + 1).all():
             return iteration
     return None
 

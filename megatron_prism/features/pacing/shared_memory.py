@@ -8,6 +8,7 @@ processes' store, and it has no name any more once all of them have it open.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import tempfile
@@ -41,13 +42,13 @@ def layout(
         "gone": np.empty(1, np.int32),
         "area": np.empty((processes, AREA), np.int64),
     }
-    found: dict[str, tuple[int, np.ndarray]] = {}
+    places: dict[str, tuple[int, np.ndarray]] = {}
     size = 0
     for name, array in arrays.items():
-        found[name] = (size, array)
+        places[name] = (size, array)
         size += -(-array.nbytes // _ALIGN) * _ALIGN
-    found["size"] = (size, np.empty(0))
-    return found
+    places["size"] = (size, np.empty(0))
+    return places
 
 
 def seats(table: AnswerTimes, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
@@ -56,18 +57,23 @@ def seats(table: AnswerTimes, launches: list[list[int]], process: int) -> dict[s
     A seat is a row of ``table.member``: a local rank in an interaction.  ``mine`` [members] is this
     process's own, ``with`` [members + 1] slices ``whom``, the seats of other local ranks.
     """
-    of: dict[int, list[int]] = {}
+    seats_of_interaction: dict[int, list[int]] = {}
     for seat, interaction in enumerate(table.of.tolist()):
-        of.setdefault(interaction, []).append(seat)
+        seats_of_interaction.setdefault(interaction, []).append(seat)
     owner = table.member.tolist()
-    mine, start, whom = [], [0], []
-    for interaction in (j for one in launches for j in one):
-        everyone = of[interaction]
-        mine += [seat for seat in everyone if owner[seat] == process][:1]
-        whom += [seat for seat in everyone if owner[seat] != process]
-        start.append(len(whom))
-    found = {"mine": mine, "with": start, "whom": whom}
-    return {name: np.array(values, dtype=np.int32) for name, values in found.items()}
+    own_seats: list[int] = []
+    awaited_seats: list[int] = []
+    starts = [0]
+    for interaction in itertools.chain.from_iterable(launches):
+        members = seats_of_interaction[interaction]
+        own_seats += [seat for seat in members if owner[seat] == process][:1]
+        awaited_seats += [seat for seat in members if owner[seat] != process]
+        starts.append(len(awaited_seats))
+    return {
+        "mine": np.array(own_seats, dtype=np.int32),
+        "with": np.array(starts, dtype=np.int32),
+        "whom": np.array(awaited_seats, dtype=np.int32),
+    }
 
 
 def meet(store: dist.Store, processes: int, where: str) -> None:
@@ -147,8 +153,8 @@ class Shared:
     def array(self, name: str) -> np.ndarray:
         """A copy of what is there now."""
         at, like = self.places[name]
-        found = np.frombuffer(self._map, like.dtype, like.size, at)
-        return found.reshape(like.shape).copy()
+        values = np.frombuffer(self._map, like.dtype, like.size, at)
+        return values.reshape(like.shape).copy()
 
     def leave(self, iteration: int) -> None:
         """Nobody shall wait for ``iteration`` or earlier ones."""
