@@ -35,14 +35,16 @@ def import_(args: argparse.Namespace) -> int:
 
     if args.out is None:
         raise UsageError("an import needs a folder for its programs", fix="-o DIR")
-    captured = None if args.slices is None else open_programs(args.slices)
-    found = import_traces(args.traces, captured)
-    varies = vary(found)
-    write(found, args.out, force=args.force)
+    captured = None
+    if args.slices is not None:
+        captured = open_programs(args.slices)
+    imported = import_traces(args.traces, captured)
+    varies = vary(imported)
+    write(imported, args.out, force=args.force)
     for name, value in (("variability", varies.variability()), ("import", varies.to_json())):
         write_whole(args.out / f"{name}.json", json.dumps(value, indent=1) + "\n", force=True)
     if not write_data(
-        args, varies.to_json(), [dataclasses.asdict(one) for one in varies.components]
+        args, varies.to_json(), [dataclasses.asdict(component) for component in varies.components]
     ):
         print(varies.to_text(), end="")
     console(stderr=True).print(f"wrote {args.out}")

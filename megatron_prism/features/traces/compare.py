@@ -85,8 +85,10 @@ class TraceComparison(Rendered):
     def compared(self) -> Times:
         """``times``.  PrismError where they are not compared."""
         if self.times is None:
-            what = "fewer than 95 % of a rank's calls are paired, so times are not compared"
-            raise PrismError(what, fix="capture the job that was traced, with the same arguments")
+            message = "fewer than 95 % of a rank's calls are paired, so times are not compared"
+            raise PrismError(
+                message, fix="capture the job that was traced, with the same arguments"
+            )
         return self.times
 
     def to_json(self) -> dict[str, object]:

@@ -48,10 +48,15 @@ FIX = "a trace that torch.profiler's export_chrome_trace or nsys export --type s
 _BACKWARDS = "events that end before they begin, or without a time"
 Groups = Mapping[str, tuple[str, tuple[int, ...]]]
 _NAMES = {
-    "op": "Collective name", "group": "Process Group Name", "members": "Group size",
-    "num_in": "In msg nelems", "num_out": "Out msg nelems", "dims": "Input Dims",
-    "types": "Input type", "inputs": "Concrete Inputs",
-}  # fmt: skip
+    "op": "Collective name",
+    "group": "Process Group Name",
+    "members": "Group size",
+    "num_in": "In msg nelems",
+    "num_out": "Out msg nelems",
+    "dims": "Input Dims",
+    "types": "Input type",
+    "inputs": "Concrete Inputs",
+}
 
 
 class CallArgs(msgspec.Struct, gc=False, rename=_NAMES):
@@ -150,8 +155,11 @@ class _Sink:
         if (step := _STEP.match(name)) is not None:
             self.found.steps.append((int(step[1]), start, end))
         elif _CALL.match(name):
+            fields = CallArgs()
             try:
-                fields = _CALL_ARGS.decode(args) if args else CallArgs()
+                if args:
+                    fields = _CALL_ARGS.decode(args)
+            # a call without its arguments is still a call
             except (msgspec.DecodeError, RecursionError):
                 fields = CallArgs()
             self.found.calls.append(HostCall(name, self.thread(tid), start, end, fields))
@@ -160,7 +168,9 @@ class _Sink:
 
     def done(self, base: int = 0) -> Recorded:
         """What was recorded, ``base`` ns later where 64 bits hold that."""
-        found, base = self.found, base if abs(base) < 1 << 61 else 0
+        found = self.found
+        if abs(base) >= 1 << 61:
+            base = 0
         device = np.frombuffer(self.device, np.int64).reshape(-1, 5)
         found.device = device[np.argsort(device[:, 0], kind="stable")]
         launch = np.frombuffer(self.launch, np.int64).reshape(-1, 3)
@@ -238,16 +248,27 @@ _CALL_ARGS = msgspec.json.Decoder(CallArgs, strict=False)
 
 def _read_kineto(path: Path) -> Recorded:
     read = _TRACE.decode(foreign.read_unpacked(path, _MOST))
-    trace = _Trace(read) if isinstance(read, list) else read
+    trace = read
+    # chrome's format allows the list of events alone
+    if isinstance(read, list):
+        trace = _Trace(read)
     sink = _Sink(path)
     for event in trace.traceEvents:
         _keep(sink, event)
-    found, world = sink.done(trace.baseTimeNanoseconds), trace.distributedInfo or _Distributed()
-    found.rank = world.rank if world.rank is not None else found.rank
-    found.world, found.node = world.world_size, trace.host_name
-    found.groups = {str(one.pg_name): (one.pg_desc, one.ranks) for one in world.pg_config or ()}
-    found.gpu = trace.deviceProperties[0].name if trace.deviceProperties else ""
-    return found
+    recorded = sink.done(trace.baseTimeNanoseconds)
+    world = trace.distributedInfo or _Distributed()
+    # else the rank of the file's name counts
+    if world.rank is not None:
+        recorded.rank = world.rank
+    recorded.world, recorded.node = world.world_size, trace.host_name
+    groups = {}
+    for config in world.pg_config or ():
+        groups[str(config.pg_name)] = config.pg_desc, config.ranks
+    recorded.groups = groups
+    recorded.gpu = ""
+    if trace.deviceProperties:
+        recorded.gpu = trace.deviceProperties[0].name
+    return recorded
 
 
 def _keep(sink: _Sink, event: _Event) -> None:
@@ -262,16 +283,23 @@ def _keep(sink: _Sink, event: _Event) -> None:
     end = begin + round(length * 1000)
     if kind == _HOST:
         return sink.on_host(name, begin, end, event.tid, event.args)
+    args = _DeviceArgs()
     try:
-        args = _DEVICE_ARGS.decode(event.args) if event.args else _DeviceArgs()
+        if event.args:
+            args = _DEVICE_ARGS.decode(event.args)
     except (msgspec.DecodeError, RecursionError):
         return sink.drop("events whose arguments cannot be read")
-    correlation = -1 if args.correlation is None else args.correlation
+    correlation = args.correlation
+    if correlation is None:
+        correlation = -1
     if abs(correlation) >= 1 << 62:
         return sink.drop("events whose arguments cannot be read")
     if kind == _LAUNCH:
         return sink.launch.extend((correlation, begin, sink.thread(event.tid)))
-    stream = event.tid if args.stream is None else args.stream
+    stream: object = args.stream
+    # kineto's threads of a device are its streams
+    if stream is None:
+        stream = event.tid
     return sink.on_device(name, begin, end, stream, correlation)
 
 
@@ -311,57 +339,99 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
     if not tables & _WORK.keys():
         raise ValueError("it has no work on a device: nsys profile --trace=cuda,nvtx")
 
-    def rows(table: str, numbers: str, *others: str) -> list[tuple[Any, ...]]:
-        """Rows whose ``numbers`` are of 63 bits: SQLite keeps anything in any column."""
-        if table not in tables:
-            return []
-        which = " AND ".join(
-            f"typeof({name}) = 'integer' AND {name} BETWEEN -{1 << 62} AND {1 << 62}"
-            for name in numbers.split(", ")
-        )
-        columns = ", ".join((numbers, *others))
-        return base.execute(f"SELECT {columns} FROM {table} WHERE {which}").fetchall()
-
-    texts = dict(rows("StringIds", "id", "value"))
-    sinks: dict[int, _Sink] = {}
-
-    def sink(process: int) -> _Sink:
-        return sinks.setdefault(process >> 24, _Sink(path))
-
-    for table, name in _WORK.items():
-        usual = table.rpartition("_")[2].lower()
-        columns = "start", "end", "correlationId", "streamId", name
-        for process, start, end, correlation, stream, text in rows(table, "globalPid", *columns):
-            one, numbers = sink(process), (start, end, correlation)
-            if not all(isinstance(n, int) and abs(n) < 1 << 62 for n in numbers) or end < start:
-                one.drop(_BACKWARDS)
-                continue
-            one.on_device(str(texts.get(text, usual)), start, end, stream, correlation)
-    for correlation, start, thread in rows(
-        "CUPTI_ACTIVITY_KIND_RUNTIME", "correlationId, start, globalTid"
-    ):
-        sink(thread).launch.extend((correlation, start, sink(thread).thread(thread % (1 << 24))))
-    for start, end, thread, text, number in rows(
-        "NVTX_EVENTS", "start, end, globalTid", "text", "textId"
-    ):
-        label = str(text if text is not None else texts.get(number, ""))
-        if (step := _NVTX_STEP.fullmatch(label)) is not None:
-            sink(thread).found.steps.append((int(step[1]), start, end))
-            continue
-        sizes = _NVTX_SIZES.search(label)
-        args = msgspec.Raw(f'{{"Input Dims": {sizes[1]}}}'.encode() if sizes else b"")
-        name = label.partition(", ")[0]
-        sink(thread).on_host(name, start, end, thread % (1 << 24), args)
+    export = _Export(path, base, tables)
+    export.read_device()
+    export.read_launches()
+    export.read_ranges()
     about = {"gpu": "", "node": "", "since": ""}
     for name, query in _ABOUT.items():
         with contextlib.suppress(sqlite3.OperationalError):  # an export without this table
             about[name] = str((base.execute(f"SELECT {query}").fetchone() or [""])[0])
-    since = about["since"]
-    base_ns = int(since) if since.isdecimal() and len(since) < 20 else 0
-    ranks = [one.done(base_ns) for _, one in sorted(sinks.items()) if one.device]
-    for found in ranks:
-        found.gpu, found.node = about["gpu"], about["node"]
+    since, base_ns = about["since"], 0
+    if since.isdecimal() and len(since) < 20:
+        base_ns = int(since)
+    ranks = []
+    for _, sink in sorted(export.sinks.items()):
+        # a process without work on a device is a launcher, or loads data
+        if sink.device:
+            recorded = sink.done(base_ns)
+            recorded.gpu, recorded.node = about["gpu"], about["node"]
+            ranks.append(recorded)
     return ranks
+
+
+class _Export:
+    """The tables of an export, read into a sink for each process."""
+
+    def __init__(self, path: Path, base: sqlite3.Connection, tables: set[str]) -> None:
+        self._path, self._base, self._tables = path, base, tables
+        self._texts = dict(self._rows("StringIds", "id", "value"))
+        self.sinks: dict[int, _Sink] = {}
+
+    def _rows(self, table: str, numbers: str, *columns: str) -> list[tuple[Any, ...]]:
+        """Rows whose ``numbers`` are of 63 bits: SQLite keeps anything in any column."""
+        if table not in self._tables:
+            return []
+        conditions = []
+        for name in numbers.split(", "):
+            bounds = f"BETWEEN -{1 << 62} AND {1 << 62}"
+            conditions.append(f"typeof({name}) = 'integer' AND {name} {bounds}")
+        selected = ", ".join((numbers, *columns))
+        where = " AND ".join(conditions)
+        return self._base.execute(f"SELECT {selected} FROM {table} WHERE {where}").fetchall()
+
+    def _sink(self, process: int) -> _Sink:
+        """The sink of a process, by its global id or that of a thread."""
+        number = process >> 24
+        if number not in self.sinks:
+            self.sinks[number] = _Sink(self._path)
+        return self.sinks[number]
+
+    def read_device(self) -> None:
+        """Kernels, copies and fills."""
+        for table, name in _WORK.items():
+            usual = table.rpartition("_")[2].lower()
+            columns = "start", "end", "correlationId", "streamId", name
+            rows = self._rows(table, "globalPid", *columns)
+            for process, start, end, correlation, stream, text in rows:
+                sink, numbers = self._sink(process), (start, end, correlation)
+                if not all(map(_is_number, numbers)) or end < start:
+                    sink.drop(_BACKWARDS)
+                    continue
+                label = str(self._texts.get(text, usual))
+                sink.on_device(label, start, end, stream, correlation)
+
+    def read_launches(self) -> None:
+        """Calls of the CUDA runtime."""
+        rows = self._rows("CUPTI_ACTIVITY_KIND_RUNTIME", "correlationId, start, globalTid")
+        for correlation, start, thread in rows:
+            sink = self._sink(thread)
+            sink.launch.extend((correlation, start, sink.thread(thread % (1 << 24))))
+
+    def read_ranges(self) -> None:
+        """NVTX ranges: iterations, calls and operators."""
+        rows = self._rows("NVTX_EVENTS", "start, end, globalTid", "text", "textId")
+        for start, end, thread, text, number in rows:
+            # a registered text is in the table of strings
+            if text is None:
+                text = self._texts.get(number, "")
+            label = str(text)
+            sink = self._sink(thread)
+            step = _NVTX_STEP.fullmatch(label)
+            if step is not None:
+                sink.found.steps.append((int(step[1]), start, end))
+                continue
+            arguments = b""
+            sizes = _NVTX_SIZES.search(label)
+            if sizes:
+                arguments = f'{{"Input Dims": {sizes[1]}}}'.encode()
+            name = label.partition(", ")[0]
+            sink.on_host(name, start, end, thread % (1 << 24), msgspec.Raw(arguments))
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is an integer that sums of it with another cannot leave 64 bits."""
+    return isinstance(value, int) and abs(value) < 1 << 62
 
 
 # -- Flight Recorder ------------------------------------------------------------------------------
@@ -405,8 +475,12 @@ def read_dumps(folder: Path) -> list[Recorded]:
         with foreign.reading(path, "a Flight Recorder dump", dumps.FIX) as place:
             data = foreign.read_bytes(place, 1 << 28)
             with foreign.bounded_memory(len(data)):
+                value: object
                 plain = data[:64].lstrip()[:1] in (b"{", b"[")
-                value = foreign.value_of_json(data) if plain else foreign.unpickled(data)
+                if plain:
+                    value = foreign.value_of_json(data)
+                else:
+                    value = foreign.unpickled(data)
                 dump = dumps.of_value(value, rank)
                 times = {row.record_id: row for row in foreign.shaped(value, _TimedDump).entries}
         entries = [entry for entry in dump.entries if entry.done]
@@ -415,47 +489,84 @@ def read_dumps(folder: Path) -> list[Recorded]:
             raise UsageError(f"{path} does not say how long calls took", fix=advice)
         ranks[rank] = entries, *_of_dump(path, dump, entries, times)
     desc, count = _shared_mark([entries for entries, *_ in ranks.values()])
-    for entries, found, asked in ranks.values():
-        marks = [e for e in entries if e.desc == desc and not e.pair and e.seq % count == 0]
-        steps = [
-            (one.seq // count, asked[one.record] + 1, asked[other.record] + 1)
-            for one, other in itertools.pairwise(marks)
-        ]
-        if marks and found.calls[-1].end > (last := asked[marks[-1].record]):
+    for entries, recorded, asked in ranks.values():
+        recorded.steps = _steps(entries, recorded, asked, desc, count)
+    return [recorded for _, recorded, _ in ranks.values()]
+
+
+def _steps(
+    entries: list[Entry], recorded: Recorded, asked: Mapping[int, int], desc: str, count: int
+) -> list[tuple[int, int, int]]:
+    """Iterations of a rank as (number, begin, end) in ns; the last one is -1, as it is not whole.
+
+    Args:
+        entries: Calls of the rank that ended.
+        recorded: The same rank.
+        asked: Record of a call -> when the host asked for it.
+        desc: Of the groups whose collectives mark iterations.
+        count: Of them in an iteration.
+    """
+    marks = []
+    for entry in entries:
+        if entry.desc == desc and not entry.pair and entry.seq % count == 0:
+            marks.append(entry)
+    steps = []
+    for mark, next_mark in itertools.pairwise(marks):
+        begin, end = asked[mark.record] + 1, asked[next_mark.record] + 1
+        steps.append((mark.seq // count, begin, end))
+    if marks:
+        last = asked[marks[-1].record]
+        if recorded.calls[-1].end > last:
             steps.append((-1, last + 1, 1 << 62))
-        found.steps = [*steps[:-1], (-1, *steps[-1][1:])] if steps else []
-    return [found for _, found, _ in ranks.values()]
+    if not steps:
+        return []
+    _, begin, end = steps[-1]
+    return [*steps[:-1], (-1, begin, end)]
 
 
 def _of_dump(
     path: Path, dump: dumps.Dump, entries: list[Entry], times: Mapping[int, _Timed]
 ) -> tuple[Recorded, dict[int, int]]:
     """One rank, and when it asked for each call; a call's kernel is what its duration says."""
-    sink, now, over, asked = _Sink(path), 0, dict[str, int](), dict[int, int]()
+    sink = _Sink(path)
+    end_of_group: dict[str, int] = {}
+    asked: dict[int, int] = {}
+    now = 0
     for entry in entries:
-        asked[entry.record] = now = max(now + 1, entry.created_ns)
+        # no two calls at a time: their order is that of the records
+        now = max(now + 1, entry.created_ns)
+        asked[entry.record] = now
+        dtype = ""
+        if entry.dtypes:
+            dtype = entry.dtypes[0]
         args = CallArgs(
-            entry.op, entry.dtypes[0] if entry.dtypes else "", entry.group,
-            num_in=sum(entry.numbers[0]), num_out=sum(entry.numbers[1]),
+            entry.op,
+            dtype,
+            entry.group,
+            num_in=sum(entry.numbers[0]),
+            num_out=sum(entry.numbers[1]),
             inputs=["", "", str(entry.to)],
-        )  # fmt: skip
+        )
         sink.found.calls.append(HostCall(f"nccl:{entry.op}", 0, now, now, args))
-        took = times[entry.record] if entry.record in times else _Timed(entry.record)
-        if took.duration_ms is None:
+        timed = times.get(entry.record)
+        # the dump does not say how long it took
+        if timed is None or timed.duration_ms is None:
             continue
-        length = round(1e6 * min(max(took.duration_ms, 0.0), 1e9))
-        end = max(now, over.get(entry.group, 0)) + length
-        if seen := took.time_discovered_completed_ns:
+        length = round(1e6 * min(max(timed.duration_ms, 0.0), 1e9))
+        end = max(now, end_of_group.get(entry.group, 0)) + length
+        # it was not over when the watchdog looked the time before
+        seen = timed.time_discovered_completed_ns
+        if seen:
             end = max(end, min(seen - _POLL, now + (1 << 50)))
-        over[entry.group] = end
+        end_of_group[entry.group] = end
         sink.launch.extend((entry.record, now, 0))
         sink.on_device("nccl: by its Flight Recorder", end - length, end, 0, entry.record)
-    found = sink.done()
-    found.rank = dump.rank
-    found.groups = {name: (one.desc, one.ranks) for name, one in dump.groups.items()}
-    found.world = max((len(one.ranks) for one in dump.groups.values()), default=0)
-    found.dropped[_ASSUMED] = len(entries)
-    return found, asked
+    recorded = sink.done()
+    recorded.rank = dump.rank
+    recorded.groups = {name: (group.desc, group.ranks) for name, group in dump.groups.items()}
+    recorded.world = max((len(group.ranks) for group in dump.groups.values()), default=0)
+    recorded.dropped[_ASSUMED] = len(entries)
+    return recorded, asked
 
 
 def _shared_mark(ranks: list[list[Entry]]) -> tuple[str, int]:
@@ -466,15 +577,20 @@ def _shared_mark(ranks: list[list[Entry]]) -> tuple[str, int]:
     for entries in ranks:
         period = entries[len(entries) - _period(entries) :]
         groups = {(entry.desc, entry.group) for entry in entries}
-        alone = [desc for desc, number in Counter(desc for desc, _ in groups).items() if number < 2]
+        # a rank with several groups of a description has no single count for it
+        groups_of_desc = Counter(desc for desc, _ in groups)
         calls = Counter(entry.desc for entry in period if not entry.pair)
-        counts.append({(desc, calls[desc]) for desc in alone if calls[desc]})
+        marks = set()
+        for desc, number in groups_of_desc.items():
+            if number == 1 and calls[desc]:
+                marks.add((desc, calls[desc]))
+        counts.append(marks)
     shared = set.intersection(*counts)
     if not shared:
-        what = "no group of the dumps has the same collectives in every iteration of every rank"
+        message = "no group of the dumps has the same collectives in every iteration of every rank"
         fix = "dump all ranks of the same iterations; TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more"
-        raise PrismError(what, fix=fix)
-    return min(shared, key=lambda one: (one[1], one[0]))
+        raise PrismError(message, fix=fix)
+    return min(shared, key=lambda mark: (mark[1], mark[0]))
 
 
 def _period(entries: list[Entry]) -> int:
@@ -489,6 +605,6 @@ def _period(entries: list[Entry]) -> int:
         if 2 * (at + 1 - size) <= at + 1:
             best = at + 1
     if 2 * best < len(keys) or not best:
-        what = "the calls of a dump do not repeat: it has less than two whole iterations"
-        raise PrismError(what, fix="TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more of them")
+        message = "the calls of a dump do not repeat: it has less than two whole iterations"
+        raise PrismError(message, fix="TORCH_NCCL_TRACE_BUFFER_SIZE=20000 holds more of them")
     return best - borders[best - 1]

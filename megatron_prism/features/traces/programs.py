@@ -143,13 +143,13 @@ def _ranked(recorded: Sequence[Recorded]) -> list[Recorded]:
         smaller, larger = sorted(by_size)[:2]
         first = f"{by_size[smaller].path} of {counted(smaller, 'rank')}"
         second = f"{by_size[larger].path} of {counted(larger, 'rank')}"
-        what = f"these are traces of two jobs: {first}, {second}"
-        raise UsageError(what, fix="give the traces of one job")
+        message = f"these are traces of two jobs: {first}, {second}"
+        raise UsageError(message, fix="give the traces of one job")
 
     size = max(*by_size, 0, 1 + max(by_rank))
     if size > _MOST_RANKS:
-        what = f"{recorded[0].path} is of a world of {counted(size, 'rank')}"
-        raise UsageError(what, fix="a real one")
+        message = f"{recorded[0].path} is of a world of {counted(size, 'rank')}"
+        raise UsageError(message, fix="a real one")
     for rank, trace in by_rank.items():
         trace.world = size
         groups = {name: group for name, group in trace.groups.items() if rank in group[1]}
@@ -167,12 +167,12 @@ def _by_rank(recorded: Sequence[Recorded]) -> dict[int, Recorded]:
     by_rank: dict[int, Recorded] = {}
     for trace in recorded:
         if trace.rank is None or trace.rank < 0:
-            what = f"{trace.path} does not say of which rank it is"
-            raise UsageError(what, fix="name it rank3.json.gz")
+            message = f"{trace.path} does not say of which rank it is"
+            raise UsageError(message, fix="name it rank3.json.gz")
         if trace.rank in by_rank:
             paths = f"{by_rank[trace.rank].path} and {trace.path}"
-            what = f"two traces are of rank {trace.rank}: {paths}"
-            raise UsageError(what, fix="give the traces of one job, one per rank")
+            message = f"two traces are of rank {trace.rank}: {paths}"
+            raise UsageError(message, fix="give the traces of one job, one per rank")
         by_rank[trace.rank] = trace
     return by_rank
 
@@ -182,8 +182,8 @@ def _check_members(trace: Recorded) -> None:
     for _, ranks in trace.groups.values():
         for rank in ranks:
             if not 0 <= rank < trace.world:
-                what = f"{trace.path} has a group with rank {rank} of {trace.world}"
-                raise UsageError(what, fix="see it")
+                message = f"{trace.path} has a group with rank {rank} of {trace.world}"
+                raise UsageError(message, fix="see it")
 
 
 def _world(measured: Sequence[Measured]) -> World:
@@ -353,9 +353,9 @@ def _guesses(
         fitting_names = [name for name, fitting in fits.items() if fitting[number]]
         if not fitting_names:
             call = f"call {k}, {rank.calls[k]}"
-            what = f"rank {rank.recorded.rank}: {call}, is of no known group"
+            message = f"rank {rank.recorded.rank}: {call}, is of no known group"
             fix = "the traces of all ranks, or a capture of the job: --slices DIR"
-            raise PrismError(what, fix=fix)
+            raise PrismError(message, fix=fix)
         guesses.append(fitting_names[0])
     return guesses
 
@@ -462,8 +462,8 @@ def _program(
             ranks = members[group]
             if call.op in _MESSAGES and not 0 <= call.peer < len(ranks):
                 peer_of = f"who rank {own_rank}'s peer is in {call}"
-                what = f"{rank.recorded.path} does not say {peer_of}"
-                raise PrismError(what, fix="profile with record_shapes=True")
+                message = f"{rank.recorded.path} does not say {peer_of}"
+                raise PrismError(message, fix="profile with record_shapes=True")
             call_op[token.of] = handle = len(builder)
             if token.of in waited_at_once:
                 handle = -1
@@ -904,8 +904,10 @@ class Paired:
         try:
             program_of = stand_in_for(world, [program.rank for program in programs])
         except ProgramError as error:
-            what = "a stage of the pipeline has no traced rank"
-            raise UsageError(what, fix="trace one rank of every stage: --profile-ranks") from error
+            message = "a stage of the pipeline has no traced rank"
+            raise UsageError(
+                message, fix="trace one rank of every stage: --profile-ranks"
+            ) from error
         device = _device(rank.recorded for rank in measured)
         source = {**captured.source, "from": "traces", "device": device}
         graph = build(Programs(world, programs, program_of, captured.groups, source))
@@ -924,8 +926,8 @@ def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paire
     for trace in recorded:
         if trace.world not in (0, world.size):
             traced_ranks = counted(trace.world, "rank")
-            what = f"{trace.path} is of a job of {traced_ranks}, the slices of {world.size:,}"
-            raise UsageError(what, fix="name the slices of the job that was traced")
+            message = f"{trace.path} is of a job of {traced_ranks}, the slices of {world.size:,}"
+            raise UsageError(message, fix="name the slices of the job that was traced")
     recorded[0].world = world.size
 
     groups = memberships(captured)
@@ -981,7 +983,9 @@ def write(imported: Imported, folder: Path, *, force: bool = False) -> None:
     store.prepare(force)
     taken = store.ranks()
     if taken and not force:
-        what = f"{folder} holds slices already, of ranks {format_ranks(taken)}"
-        raise UsageError(what, fix="name another folder with -o DIR, or replace them with --force")
+        message = f"{folder} holds slices already, of ranks {format_ranks(taken)}"
+        raise UsageError(
+            message, fix="name another folder with -o DIR, or replace them with --force"
+        )
     for program in programs.programs:
         store.put(program, programs.groups)

@@ -858,9 +858,9 @@ def measure(recorded: Recorded, plan: Plan | None = None) -> Measured:
 
     iterations = _iterations(recorded, timeline)
     if not iterations:
-        what = f"{recorded.path} has no work of a device or a host in any of its steps"
+        message = f"{recorded.path} has no work of a device or a host in any of its steps"
         fix = "profile with ProfilerActivity.CPU and CUDA, and call the profiler's step()"
-        raise PrismError(what, fix=fix)
+        raise PrismError(message, fix=fix)
     if not recorded.steps:
         notes.append("the profiler marked no steps: all of it counts as one iteration")
     usual = _with_usual_calls(iterations, notes)
