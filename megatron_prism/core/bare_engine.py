@@ -1,6 +1,7 @@
 """Hide a Transformer Engine that has no compiled library; imports nothing heavy."""
 
 import importlib.util
+import itertools
 import os
 import sys
 import sysconfig
@@ -14,11 +15,22 @@ def hide_bare_engine() -> None:
     Without its compiled library it raises RuntimeError where Megatron expects an ImportError
     (common/__init__.py, sanity_checks_for_pypi_installation @v2.20).  Emulation brings it back.
     """
-    if _ENGINE in sys.modules or (spec := importlib.util.find_spec(_ENGINE)) is None:
+    if _ENGINE in sys.modules:
+        return
+    spec = importlib.util.find_spec(_ENGINE)
+    if spec is None:
         return
     # where it looks itself (common/__init__.py:83, :143 @v2.20)
-    roots = (os.path.dirname(os.path.dirname(spec.origin or "")), sysconfig.get_path("purelib"))
-    places = (os.path.join(r, p) for r in roots for p in ("", _ENGINE, f"{_ENGINE}/wheel_lib"))
-    names = (name for place in places if os.path.isdir(place) for name in os.listdir(place))
-    if not any(name.startswith(f"lib{_ENGINE}") for name in names):
-        sys.modules[_ENGINE] = None  # type: ignore[assignment]
+    own_root = os.path.dirname(os.path.dirname(spec.origin or ""))
+    roots = (own_root, sysconfig.get_path("purelib"))
+    folders = ("", _ENGINE, f"{_ENGINE}/wheel_lib")
+    for root, folder in itertools.product(roots, folders):
+        place = os.path.join(root, folder)
+        if os.path.isdir(place) and any(map(_is_library, os.listdir(place))):
+            return
+    sys.modules[_ENGINE] = None  # type: ignore[assignment]
+
+
+def _is_library(name: str) -> bool:
+    """Whether a file is the compiled part of Transformer Engine."""
+    return name.startswith(f"lib{_ENGINE}")

@@ -68,21 +68,35 @@ class CallSelector:
             for field, value in _read(word, fields, subject):
                 if field in fields and field != "rank":
                     raise UsageError(f"{subject}: {field} is named twice", fix=_FIX)
-                fields[field] = f"{fields['rank']},{value}" if field in fields else value
+                # several words for ranks are one set of ranks
+                if field in fields:
+                    value = f"{fields['rank']},{value}"
+                fields[field] = value
         _check(fields, subject)
-        given = {k: int(v) if k in _NUMBERS else v for k, v in fields.items()}
-        if "nth" in given:
-            given["nth"] = int(given["nth"]) - 1
-        return CallSelector(**given)  # type: ignore[arg-type]
+        conditions: dict[str, str | int] = dict(fields)
+        for name in fields.keys() & _NUMBERS:
+            conditions[name] = int(fields[name])
+        # people count from 1
+        if "nth" in fields:
+            conditions["nth"] = int(fields["nth"]) - 1
+        return CallSelector(**conditions)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        given = {key: getattr(self, field) for key, field in _FIELDS.items()}
-        given["nth"] = None if self.nth is None else self.nth + 1
-        return ",".join(f"{key}={value}" for key, value in given.items() if value not in (None, ""))
+        conditions = {key: getattr(self, field) for key, field in _FIELDS.items()}
+        if self.nth is not None:
+            conditions["nth"] = self.nth + 1
+        words = []
+        for key, value in conditions.items():
+            if value not in (None, ""):
+                words.append(f"{key}={value}")
+        return ",".join(words)
 
     def fits(self, call: CallLabel) -> bool:
         """Whether ``call`` meets every condition but ``rank`` and ``nth``."""
-        chunk = max(call.chunk, 0) if call.phase else call.chunk  # a stage of one chunk: 2F is 2F0
+        chunk = call.chunk
+        # a stage of one chunk: 2F is 2F0
+        if call.phase:
+            chunk = max(chunk, 0)
         return (
             (self.iteration in (None, call.iteration) or call.iteration < 0)
             and self.microbatch in (None, call.microbatch)
@@ -97,9 +111,14 @@ class CallSelector:
 def _read(word: str, fields: Mapping[str, str], subject: str) -> list[tuple[str, str]]:
     """The fields that a word gives, with their values; ``fields`` are those before it."""
     key, equals, value = word.partition("=")
-    if step := re.fullmatch(r"(\d*)([FBWOG])(\d*)|-", word):
-        numbers = [("microbatch", step[1]), ("chunk", step[3])]
-        return [("phase", _PHASE_OF[step[2] or "-"]), *(one for one in numbers if one[1])]
+    step = re.fullmatch(r"(\d*)([FBWOG])(\d*)|-", word)
+    if step:
+        conditions = [("phase", _PHASE_OF[step[2] or "-"])]
+        if step[1]:
+            conditions.append(("microbatch", step[1]))
+        if step[3]:
+            conditions.append(("chunk", step[3]))
+        return conditions
     if word in NAMES:
         return [("op", word)]
     if word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):

@@ -112,6 +112,8 @@ TABLE: tuple[Collective, ...] = (
 )
 
 BY_NAME: dict[str, Collective] = {row.name: row for row in TABLE}
-BY_METHOD: dict[str, Collective] = {method: row for row in TABLE for method in row.methods}
-# what recorders and profilers call it -> our name
-NAME_OF = {word: row.name for row in TABLE for word in (row.recorder, row.name, *row.methods)}
+BY_METHOD: dict[str, Collective] = {}
+NAME_OF: dict[str, str] = {}  # what recorders and profilers call it -> our name
+for _row in TABLE:
+    BY_METHOD |= dict.fromkeys(_row.methods, _row)
+    NAME_OF |= dict.fromkeys((_row.recorder, _row.name, *_row.methods), _row.name)

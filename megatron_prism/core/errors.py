@@ -71,9 +71,9 @@ class UsageError(PrismError):
 
 def refuse(*rules: tuple[object, str, str]) -> None:
     """UsageError for the first of (whether it is broken, what is wrong, what to type)."""
-    for broken, what, fix in rules:
+    for broken, message, fix in rules:
         if broken:
-            raise UsageError(what, fix=fix)
+            raise UsageError(message, fix=fix)
 
 
 class WorldError(UsageError):

@@ -13,16 +13,16 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
     what a slice says of its job.
     """
     m, tokens = recipe, recipe.global_batch_size * recipe.seq_length
-    found = {"tokens_per_iteration": str(tokens)}
-    other = m.multi_latent_attention or m.mtp_num_layers or m.hybrid_override_pattern
-    if other or any(m.flags.get(key) for key in _OTHER):
-        return found
+    figures = {"tokens_per_iteration": str(tokens)}
+    has_other_parts = m.multi_latent_attention or m.mtp_num_layers or m.hybrid_override_pattern
+    if has_other_parts or any(m.flags.get(key) for key in _OTHER):
+        return figures
     query, keys = m.head_size * m.num_attention_heads, m.head_size * m.groups
     # projections; scores and their product with the values, half of which a causal mask leaves
     attention = m.hidden_size * (2 * query + 2 * keys) + m.seq_length * query
     logits = m.hidden_size * recipe.padded_vocab_size
     flops = 6 * tokens * (m.num_layers * attention + _mlp(m) + logits)
-    return {**found, "model_flops_per_iteration": str(flops)}
+    return {**figures, "model_flops_per_iteration": str(flops)}
 
 
 def _mlp(m: Recipe) -> int:
@@ -37,5 +37,6 @@ def _mlp(m: Recipe) -> int:
         experts = [bool(m.moe_layer_freq[i]) for i in every]
     routed = (m.moe_ffn_hidden_size or ffn) * m.moe_router_topk
     shared = m.moe_shared_expert_intermediate_size or 0
-    width = sum(routed + shared if moe else ffn for moe in experts)
+    num_moe = sum(experts)
+    width = num_moe * (routed + shared) + (len(experts) - num_moe) * ffn
     return int(m.hidden_size * products * width)

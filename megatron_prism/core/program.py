@@ -44,7 +44,10 @@ _PLACE = {name: place for place, name in enumerate(OP.names or ())}
 
 def _blank_row() -> list[int]:
     """Return the row of an op that says nothing: codes of "", of the main stream, and -1."""
-    row = [-1 if name in UNKNOWN else 0 for name in _PLACE]
+    row = [0] * len(_PLACE)
+    for name, place in _PLACE.items():
+        if name in UNKNOWN:
+            row[place] = -1
     row[_PLACE["stream"]] = 1
     return row
 

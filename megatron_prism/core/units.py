@@ -49,8 +49,8 @@ def parse_limit(text: str | int) -> int:
     """A size of device memory.  UnitError for a bare number that is below 1 MiB as bytes."""
     num_bytes = parse_bytes(text)
     if isinstance(text, str) and text.strip().isdecimal() and num_bytes < 1 << 20:
-        said = f"{text.strip()} is {num_bytes:,} bytes, which no device has"
-        raise UnitError(said, fix=f"--limit {text.strip()}GB")
+        message = f"{text.strip()} is {num_bytes:,} bytes, which no device has"
+        raise UnitError(message, fix=f"--limit {text.strip()}GB")
     return num_bytes
 
 

@@ -23,24 +23,28 @@ _interpreted = 0  # elements that this process has visited in Python
 
 def run(
     function: Callable[..., None],
-    given: Sequence[Any],
+    inputs: Sequence[Any],
     changed: Sequence[np.ndarray],
     short: int = 1,
 ) -> None:
-    """``function(*given, *changed)`` the fastest way; it changes the arrays ``changed``.
+    """``function(*inputs, *changed)`` the fastest way; it changes the arrays ``changed``.
 
     ``short``: how many times SMALL is still small for this loop.
     """
     global _interpreted
-    arguments = (*given, *changed)
+    arguments = (*inputs, *changed)
     size = sum(a.size for a in arguments if isinstance(a, np.ndarray))
     if _interpreted + size // short > SMALL:  # what is small each time adds up
         compiled_function(function)(*arguments)
         return
     _interpreted += size // short
-    lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
+    # Python reads elements of a list faster than those of an array
+    lists = list(arguments)
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, np.ndarray):
+            lists[place] = argument.tolist()
     function(*lists)
-    for array, values in zip(changed, lists[len(given) :], strict=True):
+    for array, values in zip(changed, lists[len(inputs) :], strict=True):
         array[:] = values
 
 
@@ -56,12 +60,11 @@ def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
     except ImportError as error:
         message = f"numba, which replays large graphs, cannot be imported: {error}"
         raise UsageError(message, fix="pip install numba") from error
-    helpers = {
-        name: compiled_function(value)
-        for name in function.__code__.co_names
-        if isinstance(value := function.__globals__.get(name), FunctionType)
-    }
-    names = {**function.__globals__, **helpers}
+    names = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        helper = function.__globals__.get(name)
+        if isinstance(helper, FunctionType):
+            names[name] = compiled_function(helper)
     linked = FunctionType(function.__code__, names, function.__name__)
     compiled: Callable[..., Any]
     try:

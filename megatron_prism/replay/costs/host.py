@@ -145,9 +145,9 @@ def right_after(program: Program) -> np.ndarray:
     calls = np.flatnonzero(IS_CALL[ops["name"]])
     kernels = (ops["ns"] > 0) & (ops["name"] == NAMES.index("compute"))
     launched = np.concatenate(([0], np.cumsum(kernels)))
-    found = np.zeros(len(ops), dtype=bool)
-    found[calls[1:]] = launched[calls[1:]] == launched[calls[:-1]]
-    return found & program.knows_host
+    follows_call = np.zeros(len(ops), dtype=bool)
+    follows_call[calls[1:]] = launched[calls[1:]] == launched[calls[:-1]]
+    return follows_call & program.knows_host
 
 
 def call_ns(program: Program, calibration: Calibration, default: int) -> np.ndarray:
@@ -155,7 +155,7 @@ def call_ns(program: Program, calibration: Calibration, default: int) -> np.ndar
     has its share.  ``default`` where nothing was measured.
     """
     ops = program.ops
-    found, again = np.zeros(len(ops), dtype=np.int64), right_after(program)
+    again = right_after(program)
     calls = np.flatnonzero(IS_CALL[ops["name"]])
     columns = (
         ops["name"][calls],
@@ -164,14 +164,16 @@ def call_ns(program: Program, calibration: Calibration, default: int) -> np.ndar
         again[calls],
     )
     kinds = list(zip(*(column.tolist() for column in columns), strict=True))
-    took = {
-        kind: calibration.host_ns("message", True, default)
-        if kind[1]
-        else calibration.host_ns(NAMES[kind[0]], kind[2], default, kind[3])
-        for kind in set(kinds)
-    }
-    found[calls] = [took[kind] for kind in kinds]
-    return found
+    ns_of_kind: dict[tuple[int, ...], int] = {}
+    for kind in set(kinds):
+        name, is_of_batch, is_asynchronous, is_again = kind
+        if is_of_batch:
+            ns_of_kind[kind] = calibration.host_ns("message", True, default)
+        else:
+            ns_of_kind[kind] = calibration.host_ns(NAMES[name], is_asynchronous, default, is_again)
+    host = np.zeros(len(ops), dtype=np.int64)
+    host[calls] = [ns_of_kind[kind] for kind in kinds]
+    return host
 
 
 def host_ns(

@@ -81,7 +81,7 @@ def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
     names = ("*.json", "*.json.gz")
     files = [place]
     if place.is_dir():
-        files = sorted(file for name in names for file in place.glob(name))
+        files = sorted(itertools.chain.from_iterable(map(place.glob, names)))
     fix = "a file of prism calibrate --host -o HOST.json, or traces of torch.profiler"
     with foreign.reading(path, "an index of a host", fix):
         if not files:
