@@ -263,7 +263,13 @@ class PartiallyLocalGroup:
         slot_of = {position: i for i, position in enumerate(self.positions)}
         turn = itertools.cycle(range(len(self.positions)))
         # group rank -> index of the local member that it is or mirrors
-        self.mirrors = [slot_of[m] if m in slot_of else next(turn) for m in range(n)]
+        self.mirrors = []
+        for member in range(n):
+            slot = slot_of.get(member)
+            # a virtual member mirrors the local ones in turn
+            if slot is None:
+                slot = next(turn)
+            self.mirrors.append(slot)
         # group rank -> group rank of that member
         self.owners = [self.positions[source] for source in self.mirrors]
         self.weight = self.mirrors.count(self.index)

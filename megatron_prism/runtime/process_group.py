@@ -52,11 +52,14 @@ def message_size(args: Args) -> int:
 
 
 def _flat(value: object) -> list[torch.Tensor]:
+    """The tensors of a value, also inside of lists."""
     if isinstance(value, torch.Tensor):
         return [value]
+    tensors = []
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _flat(item)]
-    return []
+        for item in value:
+            tensors += _flat(item)
+    return tensors
 
 
 def arguments(op: str, args: Args) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -79,7 +79,10 @@ class ValueRecorder(CountsIterations):
 
     def save(self) -> None:
         """Write the file, all or nothing."""
-        arrays = {f"{k}#{i}": v for k, values in self._values.items() for i, v in enumerate(values)}
+        arrays = {}
+        for key, values in self._values.items():
+            for turn, value in enumerate(values):
+                arrays[f"{key}#{turn}"] = value
         text = json.dumps({"format": FORMAT, "rank": self.rank, **self.header})
         head = np.frombuffer(text.encode(), dtype=np.uint8)
         with whole_file(_file(self.folder, self.rank), force=True) as file:

@@ -100,7 +100,11 @@ class TrafficCounter:
 
     def sizes(self) -> list[tuple[str, int, str, int]]:
         """(group, its size, collective, bytes) of the smallest and of the largest call of each."""
-        return [(*key, size) for key, ends in self._ends.items() for size in sorted(set(ends))]
+        rows = []
+        for key, ends in self._ends.items():
+            # one row where all calls have the same size
+            rows += [(*key, size) for size in sorted(set(ends))]
+        return rows
 
     def rows(self) -> list[TrafficRow]:
         """All rows, largest traffic first, ties by name so that two runs print the same."""

@@ -59,7 +59,10 @@ class ClockSampler:
         """What the samples inside of ``spans`` (ns of ``time.time_ns``) have on average; None
         without any.
         """
-        inside = [sample for sample in self.samples if any(a <= sample.at < b for a, b in spans)]
+        inside = []
+        for sample in self.samples:
+            if any(begin <= sample.at < end for begin, end in spans):
+                inside.append(sample)
         if not inside:
             return None
         return GpuState(

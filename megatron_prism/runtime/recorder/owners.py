@@ -176,10 +176,12 @@ class AllocationOwners:
     # -- what is there before it ------------------------------------------------------------------
     def standing(self) -> dict[int, str]:
         """Storage address -> note, of parameters, gradients and the optimizer's tensors."""
-        return {
-            key: f"{parts[0][0]}:{_together(list(dict.fromkeys(name for _, name, _ in parts)))}"
-            for key, parts in self.parts().items()
-        }
+        notes = {}
+        for key, parts in self.parts().items():
+            kind = parts[0][0]
+            names = list(dict.fromkeys(name for _, name, _ in parts))
+            notes[key] = f"{kind}:{_together(names)}"
+        return notes
 
     def parts(self) -> dict[int, list[tuple[str, str, int]]]:
         """Storage address -> (kind, name, bytes) of each tensor of ``standing`` that it holds."""
@@ -227,12 +229,10 @@ class AllocationOwners:
                 fp8_weights = getattr(module, "fp8_weights", {}) or getattr(
                     module, "_fp8_workspaces", {}
                 )
-                of = f"{self._name(number, name)} weights in FP8"
-                yield from (
-                    ("other", of, t)
-                    for weight in fp8_weights.values()
-                    for t in vars(weight).values()
-                )
+                label = f"{self._name(number, name)} weights in FP8"
+                for weight in fp8_weights.values():
+                    for tensor in vars(weight).values():
+                        yield "other", label, tensor
 
     def _of_optimizer(self) -> Iterator[tuple[str, str, object]]:
         for part in getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer]:

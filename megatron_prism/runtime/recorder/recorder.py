@@ -393,9 +393,13 @@ class Recorder(CallListener, TrainingListener):
         """What the graph launches; its own stream is ``main``."""
         self._close()
         stream = self._stream()
-        ops = tuple(self._builder.build(self.rank, memory=False))
+        ops = []
+        for op in self._builder.build(self.rank, memory=False):
+            if op.stream == stream:
+                op = replace(op, stream="main")
+            ops.append(op)
         vars(self).update(self._outside)
-        return tuple(replace(op, stream="main") if op.stream == stream else op for op in ops)
+        return tuple(ops)
 
     def graph_launched(self, ops: tuple[Op, ...] | None) -> None:
         """One launch for the host, and then all of ``ops``; None: nobody heard its capture."""

@@ -643,17 +643,25 @@ class Repeats:
         ops_before, changes_before, _, batches_before = recorder.position()
         shift = ops_before - begin.recorded[0]
         batches = batches_before - begin.recorded[3]
-        rows = [
-            (
-                *row[:_MICROBATCH],
-                microbatch,
-                *row[_MICROBATCH + 1 : _HANDLE],
-                row[_HANDLE] if row[_HANDLE] < 0 else row[_HANDLE] + shift,
-                row[_BATCH] if row[_BATCH] < 0 else row[_BATCH] + batches,
-                *row[_BATCH + 1 :],
+        moved_rows = []
+        for row in rows:
+            handle, batch = row[_HANDLE], row[_BATCH]
+            # -1: no call that is waited for, and no message of a batch
+            if handle >= 0:
+                handle += shift
+            if batch >= 0:
+                batch += batches
+            before_handle = row[_MICROBATCH + 1 : _HANDLE]
+            moved_rows.append(
+                (
+                    *row[:_MICROBATCH],
+                    microbatch,
+                    *before_handle,
+                    handle,
+                    batch,
+                    *row[_BATCH + 1 :],
+                )
             )
-            for row in rows
-        ]
         storages = moved(np.array([row[1] for row in memory], dtype=np.int64)).tolist()
         memory = [
             (row[0] + shift, storage, *row[2:])
@@ -667,7 +675,7 @@ class Repeats:
         behind = changes_before + len(memory)
         sources = begin.recorded[1], end.recorded[1]
         self.repeated.append(RepeatedEvents((changes_before, behind), sources, turns))
-        part = (rows, memory, streams, trace)
+        part = (moved_rows, memory, streams, trace)
         recorder.repeat(part, end.recorded[3] - begin.recorded[3])
 
     def _leave(self, lists: StepValue, outlines: StepValue, moved: _Moved) -> None:

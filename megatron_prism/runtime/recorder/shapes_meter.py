@@ -80,9 +80,15 @@ class Work:
         """``mm(4096x8192,8192x1024t)bfloat16:68719476736:92274688*2; …``: each distinct kernel
         with its flops, its bytes and how often it ran; commonest first.
         """
-        words = [f"{name}*{n}" if n > 1 else name for name, n in self.calls.most_common(_LONGEST)]
+        words = []
+        for name, count in self.calls.most_common(_LONGEST):
+            if count > 1:
+                name = f"{name}*{count}"
+            words.append(name)
         left = len(self.calls) - _LONGEST
-        return "; ".join(words) + (f"; and {left} others" if left > 0 else "")
+        if left > 0:
+            words.append(f"and {left} others")
+        return "; ".join(words)
 
 
 def _on_meta(values: Sequence[object]) -> list[torch.Tensor]:
