@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from megatron_prism.runtime.cuda_driver import NOT_READY, Driver
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, DTypeLike
 
     from megatron_prism.features.pacing.moves import Move
     from megatron_prism.replay.answer_times import AnswerTimes
@@ -339,7 +339,7 @@ def _columns(table: AnswerTimes, launches: list[list[int]], process: int) -> dic
     return columns
 
 
-def _contiguous(values: ArrayLike, dtype: type[np.integer[Any]]) -> np.ndarray:
+def _contiguous(values: ArrayLike, dtype: DTypeLike) -> np.ndarray:
     """An array as the kernel reads it."""
     return np.ascontiguousarray(values, dtype=dtype)
 

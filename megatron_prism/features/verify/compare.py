@@ -12,9 +12,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -346,7 +345,7 @@ class LayoutComparison:
             if (part.rank, part.offset) not in having:
                 yield _Lack(key, part.place, f"the rank has the parameter and no {kind} of it")
 
-    def _title_of_only(self, place: object, of_job: Mapping[Any, object]) -> str:
+    def _title_of_only(self, place: object, of_job: Collection[object]) -> str:
         """Return the title of the run that has a value which the other run has not."""
         if place in of_job:
             return self.job.title
