@@ -432,9 +432,9 @@ def _shared_store(options: flags.Options) -> Any:
         return next(iterator)[0]
     except (RuntimeError, ValueError) as error:  # torch's DistNetworkError and its like
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         raise UsageError(
-            f"the {options.num_processes} local processes cannot meet at {place}: {said}",
+            f"the {options.num_processes} local processes cannot meet at {place}: {message}",
             fix="another MASTER_PORT (torchrun --master-port), the same for all of them",
         ) from error
 

@@ -377,8 +377,15 @@ def _single(output: Any) -> Any:
 
 
 def _count_parameters(model: Any) -> int:
-    chunks = model if isinstance(model, (list, tuple)) else [model]
-    return sum(p.numel() for m in chunks if m is not None for p in m.parameters())
+    """Parameters of all chunks; interleaved schedules have several."""
+    chunks = [model]
+    if isinstance(model, (list, tuple)):
+        chunks = list(model)
+    count = 0
+    for chunk in chunks:
+        if chunk is not None:
+            count += sum(parameter.numel() for parameter in chunk.parameters())
+    return count
 
 
 def _sum(parameter: torch.Tensor) -> float:
@@ -387,8 +394,11 @@ def _sum(parameter: torch.Tensor) -> float:
 
 def _fingerprint(optimizer: Any) -> tuple[torch.Tensor, float] | None:
     """The smallest non-empty master parameter and its sum: cheap, and no copy of it is made."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    parameters = [p for group in groups for p in group["params"] if p is not None and p.numel()]
+    parameters = []
+    for group in getattr(optimizer, "param_groups", None) or []:
+        for parameter in group["params"]:
+            if parameter is not None and parameter.numel():
+                parameters.append(parameter)
     if not parameters:
         return None
     smallest = min(parameters, key=lambda p: p.numel())

@@ -48,8 +48,12 @@ _ORDERS = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"  # Megatron's, and with --use-tp-pp
 
 def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
     """The places of the job's ranks, before Megatron has parsed its arguments: without chunks."""
-    flag_values = {name: getattr(args, name) for name in SIZES.values()}
-    sizes = {name: 1 if size is None else size for name, size in flag_values.items()}
+    sizes = dict.fromkeys(SIZES.values(), 1)
+    for name in sizes:
+        typed_size = getattr(args, name)
+        if typed_size is not None:
+            sizes[name] = typed_size
+    # experts are split as the other layers where the line does not say it
     if args.etp is None:
         sizes["etp"] = sizes["tp"]
     for name, size in sizes.items():
@@ -284,7 +288,9 @@ def _all_flags() -> dict[str, Mapping[str, Any]]:
 
 def feature_flags() -> list[JobFlags]:
     """Return the rows of all features, in the order in which they are attached."""
-    rows = [row for module in feature.modules("flags") for row in module.JOB_FLAGS]
+    rows: list[JobFlags] = []
+    for module in feature.modules("flags"):
+        rows += module.JOB_FLAGS
     return sorted(rows, key=lambda row: row.place)
 
 

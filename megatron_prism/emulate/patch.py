@@ -299,10 +299,13 @@ def refused(message: str, fix: str) -> Callable[..., Any]:
 
 def within(release: Release | None, ranges: str) -> bool:
     """Whether a release is in ``>=0.19``, ``<0.19`` or both; None and "" are everywhere."""
-    bounds = [(sign, (int(major), int(minor))) for sign, major, minor in _RANGE.findall(ranges)]
-    return release is None or all(
-        release >= bound if sign == ">=" else release < bound for sign, bound in bounds
-    )
+    if release is None:
+        return True
+    for sign, major, minor in _RANGE.findall(ranges):
+        reaches_bound = release >= (int(major), int(minor))
+        if reaches_bound != (sign == ">="):
+            return False
+    return True
 
 
 def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> list[PatchStatus]:

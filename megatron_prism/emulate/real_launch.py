@@ -60,16 +60,17 @@ def to_type(words: Sequence[str], env: Mapping[str, str]) -> str:
     inside, line = options.split(words)
     flags = [*options.split(options.words_of(env))[0], *inside]
     left = ["--prism-emulate", "--prism-capture"]
-    capture = next(
-        (
-            options.value_of("--prism-capture", some)
-            for name, some in flags
-            if name == "--prism-capture"
-        ),
-        "",
-    )
+    captures = [words_of_flag for name, words_of_flag in flags if name == "--prism-capture"]
+    capture = ""
+    if captures:
+        capture = options.value_of("--prism-capture", captures[0])
+    start = ["prism", "run"]
+    # prism capture chooses the ranks itself
     if capture:
         left.append("--prism-ranks")
-    ours = [word for name, some in flags if name not in left for word in some]
-    start = ["prism", "capture", "-o", capture] if capture else ["prism", "run"]
-    return shlex.join([*start, *ours, *line])
+        start = ["prism", "capture", "-o", capture]
+    prism_words = []
+    for name, words_of_flag in flags:
+        if name not in left:
+            prism_words += words_of_flag
+    return shlex.join([*start, *prism_words, *line])

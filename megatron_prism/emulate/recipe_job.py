@@ -38,8 +38,10 @@ from megatron_prism.memory.recipe_bound import memory_bound
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
     """Before the work: which job, and what is real of it."""
-    title = f" on {recipe.hardware.name}" if recipe.hardware.name else ""
-    console.print(f"{recipe.name}: {recipe.world}{title}")
+    title = f"{recipe.name}: {recipe.world}"
+    if recipe.hardware.name:
+        title += f" on {recipe.hardware.name}"
+    console.print(title)
     for key, value in recipe.derived().items():
         console.print(f"  {key:<20} {value}")
     virtual = recipe.world.size - len(ranks)
@@ -58,15 +60,18 @@ def body(
     _communication(summaries, console)
     first = summaries[0]
     console.print(f"memory: {first['memory']['provenance']}")
-    losses = [s for s in summaries if any(x is not None for x in s["losses"])]
-    for summary in losses:
-        values = [x for x in summary["losses"] if x is not None]
+    for summary in summaries:
+        values = [loss for loss in summary["losses"] if loss is not None]
+        # only the last stage has losses
+        if not values:
+            continue
         shown = f"{values[0]:.4f} -> {values[-1]:.4f} over {len(values)} iterations"
         console.print(f"loss at stage {summary['stage']}: {shown}")
     console.print(f"communication: counted here, every call of {first['communication_of']}")
     console.print(f"megatron-core {first['megatron_core']}, tier {first['tier']}")
-    for stand_in in first["stand_ins"] if verbose else ():
-        console.print(f"  stand-in  {stand_in}")
+    if verbose:
+        for stand_in in first["stand_ins"]:
+            console.print(f"  stand-in  {stand_in}")
     rss = max(s["host_peak_rss"] for s in summaries)
     console.print(f"{wall_s:.1f} s, at most {format_bytes(rss)} of host memory per worker")
 
@@ -87,7 +92,10 @@ def _stages(recipe: Recipe, summaries: Sequence[Json], console: Console) -> None
     ]
     for summary in summaries:
         peak = max(summary["memory"]["peaks"], key=lambda p: p["bytes"], default=None)
-        where = ", ".join(f"{k} {v}" for k, v in peak["at"].items()) if peak else "unknown"
+        where = peak_bytes = "unknown"
+        if peak:
+            where = ", ".join(f"{key} {value}" for key, value in peak["at"].items())
+            peak_bytes = format_bytes(peak["bytes"])
         calls = Counter[str]()
         for row in summary["communication"]:
             calls[row["op"]] += row["calls"]
@@ -98,7 +106,7 @@ def _stages(recipe: Recipe, summaries: Sequence[Json], console: Console) -> None
                 where,
                 f"{summary['rank']:,}",
                 f"{summary['parameters']:,}",
-                format_bytes(peak["bytes"]) if peak else "unknown",
+                peak_bytes,
                 f"{calls['send']:,}",
                 f"{calls['recv']:,}",
                 f"{summary['iteration_s'][-1]:.2f}",
@@ -114,20 +122,22 @@ def _communication(summaries: Sequence[Json], console: Console) -> None:
         for row in summary["communication"]:
             key = (row["group"], row["group_size"], row["op"], row["calls"], row["bytes"])
             stages.setdefault(key, []).append(str(summary["stage"]))
-    everyone = len(summaries)
-    rows = [["group", "collective", "stages", "ranks", "calls", "message bytes"]] + [
-        [
-            short_name(group),
-            op,
-            "all" if len(there) == everyone > 1 else ",".join(there),
-            f"{size:,}",
-            f"{calls:,}",
-            format_bytes(num_bytes),
-        ]
-        for (group, size, op, calls, num_bytes), there in sorted(
-            stages.items(), key=lambda item: (-item[0][4], item[0][0], item[0][2], item[1])
-        )
-    ]
+
+    def most_bytes_first(
+        item: tuple[tuple[str, int, str, int, int], list[str]],
+    ) -> tuple[int, str, str, list[str]]:
+        (group, _, op, _, num_bytes), stages_of_row = item
+        return -num_bytes, group, op, stages_of_row
+
+    rows = [["group", "collective", "stages", "ranks", "calls", "message bytes"]]
+    for key, stages_of_row in sorted(stages.items(), key=most_bytes_first):
+        group, size, op, calls, num_bytes = key
+        stages_text = ",".join(stages_of_row)
+        if len(stages_of_row) == len(summaries) > 1:
+            stages_text = "all"
+        size_text, calls_text = f"{size:,}", f"{calls:,}"
+        row = [short_name(group), op, stages_text, size_text, calls_text, format_bytes(num_bytes)]
+        rows.append(row)
     head = "communication of one rank, one iteration"
     console.print("\n".join(["", head, *columns(rows, left=3), ""]))
 

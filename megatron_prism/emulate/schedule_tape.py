@@ -123,7 +123,17 @@ class Token:
 
 
 def _each(tokens: Tokens) -> list[Token]:
-    return [one for one in (tokens if isinstance(tokens, list) else [tokens]) if one is not None]
+    """The tokens, bare or in a list, that are there: the first stage has no input."""
+    if not isinstance(tokens, list):
+        tokens = [tokens]
+    return [token for token in tokens if token is not None]
+
+
+def _grad(token: Token | None) -> Token | None:
+    """The gradient of an input; None where there is none, as on the first stage."""
+    if token is None:
+        return None
+    return token.grad
 
 
 class _Request:
@@ -239,8 +249,8 @@ class Tape:
             self.follow(token.grad, GRADIENT, row)
         self.own_grad_sync(label[2])
         if isinstance(inputs, list):
-            return [None if token is None else token.grad for token in inputs]
-        return None if inputs is None else inputs.grad
+            return [_grad(token) for token in inputs]
+        return _grad(inputs)
 
     def deallocate(self, outputs: Tokens, *settings: object) -> None:
         """Stands for schedules.deallocate_output_tensor: an output's graph stays."""

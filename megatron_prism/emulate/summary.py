@@ -249,7 +249,9 @@ class Reporter(TrainingListener):
         flags = [asked.options.needs_sizes for asked in before.asked_features]
         needing = [flag for flag in flags if flag]
         if needing:
-            verb = "needs" if len(needing) == 1 else "need"
+            verb = "need"
+            if len(needing) == 1:
+                verb = "needs"
             message = f"{' and '.join(needing)} {verb} the parallel sizes before the script"
             fix = 'PRISM_ARGS="--tensor-model-parallel-size 2 …" says them'
             raise UsageError(message, fix=fix)
@@ -272,32 +274,16 @@ class Reporter(TrainingListener):
     def _print(self, summary: Json) -> None:
         trained, memory = summary["trained"], summary["memory"]
         steps, wanted = trained["steps"], trained["expected"]
-        end = "was interrupted" if wanted is None else "trained"
-        lines = [
-            f"rank {self.options.rank} {end}: {steps} optimizer steps applied"
-            f"{'' if wanted is None else f' of {wanted}'}, {summary['parameters']:,} parameters"
-        ]
-        lines += [f"  note      {line}" for note in summary["notes"] for line in note.splitlines()]
+        end, steps_text = "trained", f"{steps} optimizer steps applied of {wanted}"
+        # nobody knows how many steps were to come
+        if wanted is None:
+            end, steps_text = "was interrupted", f"{steps} optimizer steps applied"
+        parameters = f"{summary['parameters']:,} parameters"
+        lines = [f"rank {self.options.rank} {end}: {steps_text}, {parameters}"]
+        for note in summary["notes"]:
+            lines += [f"  note      {line}" for line in note.splitlines()]
         if memory["allocated_peak"] is not None:
-            at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
-            peak = format_bytes(memory["allocated_peak"])
-            lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
-            lines += [
-                f"            estimated: {one['low']:+g} to {one['high']:+g} %, {one['what']}"
-                for one in memory.get("estimated", ())
-            ]
-            if release := memory.get("transformer_engine"):
-                lines.append(f"            as Transformer Engine {release} has it")
-            if nccl := memory.get("nccl"):
-                used = format_bytes(memory["device_used"] - memory["nccl_reserve"])
-                lines.append(
-                    f"            {used} of the device used here; in the job NCCL takes "
-                    f"{format_bytes(nccl)} more (modelled)"
-                )
-            parts = {name: size for name, size in (memory["by_part"] or {}).items() if size}
-            if parts:
-                shown = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
-                lines.append(f"            {shown}")
+            lines += _memory_lines(memory)
         if summary["recording"] is not None:
             counts = summary["recording"]
             lines.append(
@@ -313,8 +299,10 @@ class Reporter(TrainingListener):
             for row in rows[:8]
         ]
         if len(rows) > 8:
-            hint = "" if self.options.out else " (write them all with --prism-out DIR)"
-            lines.append(f"  … {len(rows) - 8} more rows{hint}")
+            left = f"  … {len(rows) - 8} more rows"
+            if not self.options.out:
+                left += " (write them all with --prism-out DIR)"
+            lines.append(left)
         self._say(*lines)
 
     def _write(self, summary: Json) -> None:
@@ -335,6 +323,35 @@ class Reporter(TrainingListener):
             for rank, content in texts.items():
                 (folder / f"rank-{rank:06d}.json").write_text(content, encoding="utf-8")
         self._say(f"wrote {out} ({counted(len(texts), 'rank')})")
+
+
+def _memory_lines(memory: Json) -> list[str]:
+    """The peak of allocated bytes, what of it is estimated, and what NCCL takes beside."""
+    peak = f"{format_bytes(memory['allocated_peak'])} allocated at the peak"
+    place = ", ".join(f"{key} {value}" for key, value in memory.get("at", {}).items())
+    if place:
+        peak += f" in {place}"
+    lines = [f"  memory    {peak}"]
+    for estimate in memory.get("estimated", ()):
+        percent = f"{estimate['low']:+g} to {estimate['high']:+g} %"
+        lines.append(f"            estimated: {percent}, {estimate['what']}")
+    release = memory.get("transformer_engine")
+    if release:
+        lines.append(f"            as Transformer Engine {release} has it")
+    nccl = memory.get("nccl")
+    if nccl:
+        used = format_bytes(memory["device_used"] - memory["nccl_reserve"])
+        lines.append(
+            f"            {used} of the device used here; in the job NCCL takes "
+            f"{format_bytes(nccl)} more (modelled)"
+        )
+    parts = []
+    for name, size in (memory["by_part"] or {}).items():
+        if size:
+            parts.append(f"{format_bytes(size)} {name}")
+    if parts:
+        lines.append(f"            {', '.join(parts)}")
+    return lines
 
 
 def _finite(value: object) -> object:

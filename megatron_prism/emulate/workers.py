@@ -301,11 +301,11 @@ def _finish(worker: _Worker, bars: Progress) -> Json:
         error.exit_code = failure["exit_code"]
         raise error
     end = failure.get("trace") or log.decode(errors="replace")[-2000:]
-    what = failure.get("message") or f"its process ended with status {status}"
+    message = failure.get("message") or f"its process ended with status {status}"
     fix = f"look at {task.log}" if task.log else "report this as a bug"
     if status == -signal.SIGKILL:
         fix = "if memory ran out, run fewer ranks at once or one alone; " + fix
-    raise NotTrainedError(f"rank {task.rank} failed: {what}{where}\n{end}", fix=fix)
+    raise NotTrainedError(f"rank {task.rank} failed: {message}{where}\n{end}", fix=fix)
 
 
 def capture_world(

@@ -43,7 +43,9 @@ _BY_SUBJECT = (
     initial_parameters,
     stand_in_data,
 )
-PATCHES: list[Patch] = [one for module in _BY_SUBJECT for one in module.PATCHES]
+PATCHES: list[Patch] = []
+for _subject in _BY_SUBJECT:
+    PATCHES += _subject.PATCHES
 
 
 def patches_for(tier: str) -> list[Patch]:

@@ -294,32 +294,39 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
         recv_next: Any,
     ) -> Any:
         prev, after = original(self, send_next, send_prev, recv_prev, recv_next)
+        # a local peer has said its shape
+        prev_unknown = recv_prev and not all(prev)
+        after_unknown = recv_next and not all(after)
         layout = getattr(self.config, "pipeline_model_parallel_layout", None)
         if getattr(self.config, "mtp_standalone", False) and layout is not None:
             if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
-                self._prism_lengths = mtp_lengths(
-                    self, context.monitor.schedule["num_microbatches"]
-                )
-            one = _shape_here(self.config, context)
-            long = [
-                next(side) if asked else 1
-                for side, asked in zip(self._prism_lengths, (recv_prev, recv_next), strict=True)
-            ]
-            before, behind = ([one[0] * n, *one[1:]] for n in long)
+                num_microbatches = context.monitor.schedule["num_microbatches"]
+                self._prism_lengths = mtp_lengths(self, num_microbatches)
+            activations, gradients = self._prism_lengths
+            sequences, *other_sizes = _shape_here(self.config, context)
+            before = behind = [sequences, *other_sizes]
+            if recv_prev:
+                before = [sequences * next(activations), *other_sizes]
+            if recv_next:
+                behind = [sequences * next(gradients), *other_sizes]
         else:
             before = behind = _shape_here(self.config, context, send_next, send_prev)
-            if self.virtual_pipeline_model_parallel_size is None:  # gradients in the order of sends
+            # gradients come in the order of sends
+            if self.virtual_pipeline_model_parallel_size is None:
                 sent = self.__dict__.setdefault("_prism_sent", [])
-                sent += [list(send_next.shape)] if send_next is not None else []
-                behind = sent.pop(0) if recv_next and sent else behind
-            if recv_prev and not all(prev) and not all(before):  # lengths differ, and it says 0
+                if send_next is not None:
+                    sent.append(list(send_next.shape))
+                if recv_next and sent:
+                    behind = sent.pop(0)
+            if prev_unknown and not all(before):  # lengths differ, and it says 0
                 message = "how long a microbatch is comes from the stage before, which is virtual"
                 fix = "emulate the first stage, or run all layers on one"
                 raise UnsupportedError(message, fix=fix)
-        return (  # a local peer has said it
-            before if recv_prev and not all(prev) else prev,
-            behind if recv_next and not all(after) else after,
-        )
+        if prev_unknown:
+            prev = before
+        if after_unknown:
+            after = behind
+        return prev, after
 
     context.replace(module, call, "_p2p_ops", "_batched_p2p_ops")
     context.replace(module, shapes, "P2PCommunicator._communicate_shapes")
@@ -356,13 +363,24 @@ def mtp_lengths(communicator: Any, microbatches: int) -> tuple[Iterator[int], It
         group = config.microbatch_group_size_per_vp_stage
         order = [chunk for _, chunk in get_schedule_table(microbatches, chunks, group)]
     mtp = next(s for s in range(stages) if LayerType.mtp in layout[s][-1]) + stages * (chunks - 1)
+    # a chunk behind those with MTP layers gets as many sequences, and one that sends to them gets
+    # as many gradients
     long = 1 + config.mtp_num_layers
-    forward = [chunk * stages + stage for chunk in order]
-    backward = [(chunks - 1 - chunk) * stages + stage for chunk in order]
-    return (
-        iter([long if place > mtp else 1 for place in forward if place > 0]),
-        iter([long if place >= mtp else 1 for place in backward if place < stages * chunks - 1]),
-    )
+    last = stages * chunks - 1
+    activations, gradients = [], []
+    for chunk in order:
+        place = chunk * stages + stage
+        if place > mtp:
+            activations.append(long)
+        elif place > 0:
+            activations.append(1)
+        # backward goes through the chunks in reverse
+        place = (chunks - 1 - chunk) * stages + stage
+        if mtp <= place < last:
+            gradients.append(long)
+        elif place < last:
+            gradients.append(1)
+    return iter(activations), iter(gradients)
 
 
 @PATCHES.instead(

@@ -184,9 +184,9 @@ def _no_stand_in(context: PatchContext, original: Original, self: Any) -> None:
     configuration is made, and not by its first forward pass.
     """
     original(self)
-    for (what, fix), found in _without_stand_in(self, context.meta).items():
+    for (message, fix), found in _without_stand_in(self, context.meta).items():
         if found:
-            raise UnsupportedError(what, fix=fix)
+            raise UnsupportedError(message, fix=fix)
 
 
 def _without_stand_in(config: Any, meta: bool) -> dict[tuple[str, str], Any]:

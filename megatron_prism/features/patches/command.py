@@ -23,40 +23,41 @@ def patches(args: argparse.Namespace) -> Answer:
     from megatron_prism.emulate import patch
     from megatron_prism.emulate.patches import PATCHES
 
-    roots = None if args.megatron is None else [args.megatron]
+    roots = None
+    message = "megatron-core is not installed"
+    if args.megatron is not None:
+        roots = [args.megatron]
+        message = f"there is no megatron.core in {args.megatron}"
     release = megatron_release(roots)
     if release == UNKNOWN:
-        where = args.megatron or "here"
-        raise UsageError(
-            f"there is no megatron.core in {where}" if roots else "megatron-core is not installed",
-            fix="--megatron CHECKOUT, the folder that holds megatron/core",
-        )
+        fix = "--megatron CHECKOUT, the folder that holds megatron/core"
+        raise UsageError(message, fix=fix)
     statuses = patch.statuses(PATCHES, roots)
     rows = [
         {
-            "patch": one.patch.name,
-            "purpose": one.patch.purpose,
-            "state": one.state,
-            "target": f"{one.patch.module}:{one.target}",
-            "why": one.why,
-            "reason": one.patch.reason,
-            "read_at": one.patch.source,
+            "patch": status.patch.name,
+            "purpose": status.patch.purpose,
+            "state": status.state,
+            "target": f"{status.patch.module}:{status.target}",
+            "why": status.why,
+            "reason": status.patch.reason,
+            "read_at": status.patch.source,
         }
-        for one in statuses
+        for status in statuses
     ]
 
     def page() -> None:
-        cells = [
-            (*(r[key] for key in ("patch", "purpose", "state")), f"{r['target']}  {r['why']}")
-            for r in rows
-        ]
+        cells = []
+        for row in rows:
+            target = f"{row['target']}  {row['why']}"
+            cells.append((row["patch"], row["purpose"], row["state"], target))
         print_table(("patch", "purpose", "state", "target"), cells)
-        counts = Counter(one.state for one in statuses)
+        counts = Counter(status.state for status in statuses)
         listed = ", ".join(f"{counts[state]} {state}" for state in patch.STATES)
         console().print(f"\nmegatron-core {release}: {listed}")
 
     value = {"schema": "prism.patches/1", "megatron_core": release, "targets": rows}
-    missing = any(one.fatal for one in statuses)
+    missing = any(status.fatal for status in statuses)
     return Answer(lambda: value, page, lambda: rows, status=int(missing))
 
 
