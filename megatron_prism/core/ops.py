@@ -67,10 +67,19 @@ DTYPES = {
 }
 DTYPE_NAMES = tuple(DTYPES)
 DTYPE_WORDS = {  # of torch, as its recorders write them
-    "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "int64": "Long",
-    "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
-    "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
-}  # fmt: skip
+    "bf16": "BFloat16",
+    "fp16": "Half",
+    "fp32": "Float",
+    "fp64": "Double",
+    "int64": "Long",
+    "int32": "Int",
+    "int16": "Short",
+    "int8": "Char",
+    "uint8": "Byte",
+    "bool": "Bool",
+    "fp8e4m3": "Float8_e4m3fn",
+    "fp8e5m2": "Float8_e5m2",
+}
 ITEM_SIZE = np.array(list(DTYPES.values()), dtype=np.int64)
 REDUCE = ("", "sum", "avg", "max", "min", "product", "band", "bor", "bxor", "premul_sum")
 

@@ -47,14 +47,26 @@ _GUESSED = "that of "  # how a source begins that is a name alone
 _PLACEHOLDER = 32000  # tokens, where the number is an obstacle
 _OF_TYPE = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 _OF_MODEL = (  # pattern of a tokenizer's name -> entries of its config.json, unchecked
-    (r"llama-?3|llama-4-tokenizer", 128256), (r"llama-?4", 202048), (r"phi-.*moe", 32064),
+    (r"llama-?3|llama-4-tokenizer", 128256),
+    (r"llama-?4", 202048),
+    (r"phi-.*moe", 32064),
     (r"llama|vicuna|alpaca|mixtral|mistral-7b-v0\.[12]|mistral-7b-instruct-v0\.[12]|phi-?3", 32000),
-    (r"mistral-nemo|mistral-small|nemotron-?[3h]|nemotron-nano", 131072), (r"mistral", 32768),
-    (r"qwen-?1\.5|qwen-?2|qwen-?3|qwq|qwen", 151936), (r"deepseek-?(v3|r1)", 129280),
-    (r"deepseek", 102400), (r"gpt-?oss|o200k", 201088), (r"gpt-?2|pythia|gpt-?neox", 50257),
-    (r"gemma-?3", 262208), (r"gemma", 256000), (r"kimi|moonlight", 163840), (r"glm-?4", 151552),
-    (r"falcon", 65024), (r"bloom", 250880), (r"nemotron-?4", 256000), (r"phi-?4", 100352),
-)  # fmt: skip
+    (r"mistral-nemo|mistral-small|nemotron-?[3h]|nemotron-nano", 131072),
+    (r"mistral", 32768),
+    (r"qwen-?1\.5|qwen-?2|qwen-?3|qwq|qwen", 151936),
+    (r"deepseek-?(v3|r1)", 129280),
+    (r"deepseek", 102400),
+    (r"gpt-?oss|o200k", 201088),
+    (r"gpt-?2|pythia|gpt-?neox", 50257),
+    (r"gemma-?3", 262208),
+    (r"gemma", 256000),
+    (r"kimi|moonlight", 163840),
+    (r"glm-?4", 151552),
+    (r"falcon", 65024),
+    (r"bloom", 250880),
+    (r"nemotron-?4", 256000),
+    (r"phi-?4", 100352),
+)
 
 
 def _option(name: str) -> str:

@@ -45,10 +45,23 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _COMPARISONS.update(dict.fromkeys(_spellings(_name, f"__{_name}__"), _name))
 
 # operators of Python, by the names that torch's library of operators has for them
-_DUNDERS = {"invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-            "rand": "bitwise_and", "ror": "bitwise_or", "rxor": "bitwise_xor",
-            "iand": "bitwise_and", "ior": "bitwise_or", "ixor": "bitwise_xor",
-            "iadd": "add", "imul": "mul", "isub": "sub", "radd": "add", "rmul": "mul"}  # fmt: skip
+_DUNDERS = {
+    "invert": "bitwise_not",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "rand": "bitwise_and",
+    "ror": "bitwise_or",
+    "rxor": "bitwise_xor",
+    "iand": "bitwise_and",
+    "ior": "bitwise_or",
+    "ixor": "bitwise_xor",
+    "iadd": "add",
+    "imul": "mul",
+    "isub": "sub",
+    "radd": "add",
+    "rmul": "mul",
+}
 # each element of the result is one of the first argument's (or of its list), in another type maybe
 _MOVES = frozenset(
     (

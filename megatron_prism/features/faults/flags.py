@@ -30,17 +30,27 @@ def read_options(parsed: ParsedFlags) -> FaultOptions | None:
     policy = args.prism_mismatch or ("off" if programs is None else "strict")
     strict, seed = policy != "off", args.prism_fault_seed or 0
     refuse(
-        (programs is not None and str(programs).isdecimal() and not programs.exists(),
-         f"--prism-world {programs}: there is no such folder of programs",
-         f"--prism-world-size {programs}"),
-        (args.prism_check_order and (programs is None or not strict),
-         "--prism-check-order compares with the programs of the world",
-         "--prism-world DIR (prism capture)"),
-        (args.prism_fault_dry_run and not faults,
-         "--prism-fault-dry-run without a fault", "--prism-fault drop@rank=0"),
-        (args.prism_fault_seed is not None and not faults,
-         "--prism-fault-seed without a fault", "--prism-fault drop@rank=0"),
-    )  # fmt: skip
+        (
+            programs is not None and str(programs).isdecimal() and not programs.exists(),
+            f"--prism-world {programs}: there is no such folder of programs",
+            f"--prism-world-size {programs}",
+        ),
+        (
+            args.prism_check_order and (programs is None or not strict),
+            "--prism-check-order compares with the programs of the world",
+            "--prism-world DIR (prism capture)",
+        ),
+        (
+            args.prism_fault_dry_run and not faults,
+            "--prism-fault-dry-run without a fault",
+            "--prism-fault drop@rank=0",
+        ),
+        (
+            args.prism_fault_seed is not None and not faults,
+            "--prism-fault-seed without a fault",
+            "--prism-fault drop@rank=0",
+        ),
+    )
     _check_truth(args, bool(faults))
     for fault in faults:
         virtual_ranks = set(fault.ranks(world, seed)) - set(local_ranks)
@@ -84,15 +94,23 @@ def _check_truth(args: argparse.Namespace, faults_are_planned: bool) -> None:
         return
     folder = truth.absolute().parent
     refuse(
-        (not faults_are_planned or args.prism_fault_dry_run,
-         "--prism-fault-truth says what was injected, and nothing is",
-         "--prism-fault drop@rank=0, no --prism-fault-dry-run"),
-        (not folder.is_dir(), f"cannot write {truth}: {truth.parent} is no folder",
-         f"mkdir -p {truth.parent}"),
+        (
+            not faults_are_planned or args.prism_fault_dry_run,
+            "--prism-fault-truth says what was injected, and nothing is",
+            "--prism-fault drop@rank=0, no --prism-fault-dry-run",
+        ),
+        (
+            not folder.is_dir(),
+            f"cannot write {truth}: {truth.parent} is no folder",
+            f"mkdir -p {truth.parent}",
+        ),
         (truth.is_dir(), f"{truth} is a folder", f"--prism-fault-truth {truth / 'truth'}"),
-        (truth.exists() and not args.prism_force, f"{truth} exists and is not overwritten",
-         "--prism-force"),
-    )  # fmt: skip
+        (
+            truth.exists() and not args.prism_force,
+            f"{truth} exists and is not overwritten",
+            "--prism-force",
+        ),
+    )
     check_writable(folder, "--prism-fault-truth FILE")
 
 

@@ -46,8 +46,11 @@ _HOP = {  # of a hop: (LL, LL128, Simple)
 }
 _NVLS_INSIDE, _NVLS_TREE_BETWEEN, _PAT_BETWEEN = 25.0, 20.9, 14.0
 _LL_RATE = {  # most bytes/s of LL inside a node, by generation; between 2 and more nodes (Intel)
-    "volta": 39.0e9, "ampere": 87.7e9, "hopper": 141.0e9, "blackwell": 282.0e9,
-}  # fmt: skip
+    "volta": 39.0e9,
+    "ampere": 87.7e9,
+    "hopper": 141.0e9,
+    "blackwell": 282.0e9,
+}
 _LL_RATE_NODES = (39.0e9, 20.4e9)
 _POST = 1.0  # us to post a message to the network, three of them for Simple
 _CHANNELS = 16

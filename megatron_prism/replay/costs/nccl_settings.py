@@ -41,9 +41,14 @@ CHANNELS = {  # newer name -> older one
 }
 # that decide something in the model; the rest of what is recorded is said to be left out
 _MODELLED = {
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS",
-    "NCCL_BUFFSIZE", *CHANNELS,
-}  # fmt: skip
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_BUFFSIZE",
+    *CHANNELS,
+}
 _RECORDED = re.compile(r"NCCL_\w+|TORCH_NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS")
 # say nothing of how long a call takes: output, where files are, when a dead job is given up
 _SILENT = re.compile(

@@ -132,9 +132,15 @@ def member(kind: str, args: Iterable[Any]) -> str:
 
 
 _TORCH = {
-    0: torch.uint8, 2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16,
-    7: torch.uint8, 8: torch.uint8, 10: torch.uint8,
-}  # fmt: skip
+    0: torch.uint8,
+    2: torch.int32,
+    4: torch.float32,
+    5: torch.float16,
+    6: torch.bfloat16,
+    7: torch.uint8,
+    8: torch.uint8,
+    10: torch.uint8,
+}
 
 
 def dtype_of(value: Any) -> torch.dtype:
@@ -155,8 +161,16 @@ _CLOSED = {
     "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
     "FP8BwdTensors": "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
 }
-_DTYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
-           "kFloat8E5M2": 8, "kFloat4E2M1": 10}  # fmt: skip
+_DTYPES = {
+    "kByte": 0,
+    "kInt32": 2,
+    "kFloat32": 4,
+    "kFloat16": 5,
+    "kBFloat16": 6,
+    "kFloat8E4M3": 7,
+    "kFloat8E5M2": 8,
+    "kFloat4E2M1": 10,
+}
 _BACK_ENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 _LAST_MAX512 = (2, 17)  # cuDNN's kernel of up to 512 rows went with 2.18
 
