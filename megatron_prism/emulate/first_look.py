@@ -400,7 +400,7 @@ def refusal(
     names = _names_asked(error, flags_asked, values, known_options)
     fix = _fix_of(names[:_MOST_FLAGS], values)
     # assert args.micro_batch_size is not None
-    if len(names) == 1 and values[names[0]] is None and message and message.endswith("None"):
+    if names and values[names[0]] is None and message and message.endswith(" is not None"):
         message = f"{_option(names[0])} is missing"
     if fix:
         fix = f"{fix} ({where})"
@@ -468,7 +468,7 @@ def _fix_of(names: Sequence[str], values: Mapping[str, object]) -> str:
         fixes.append(f"leave {' or '.join(left_out)} out")
     if missing:
         fixes.append(f"--prism-job-flags '{_option(missing[0])} VALUE'")
-    if changed:
+    elif changed:
         now = " or ".join(f"{_option(name)} (now {values[name]})" for name in changed)
         fixes.append(f"--prism-job-flags '{_option(changed[0])} VALUE': another {now}")
     return ", or ".join(fixes)

@@ -64,19 +64,16 @@ def _read_job(
     words = [paths.in_text(word) for word in words]
     line = read_line(words, os.environ)
 
-    # a script of Python that starts a launcher is read as a shell script is
-    script = line.words[0] if line.words and line.words[0].endswith(".py") else ""
-    reader = _script_reader()
-    if script and line.ranks is None and reader is not None and reader.starts_launcher(script):
-        shell = ("bash", "-c", shlex.join(["python", *line.words]))
-        line = replace(line, shell=shell, before=(), launchers=())
+    script = _launching_script(line)
+    if script:
+        line = _as_shell(line)
     if line.shell:
         line = _run_dry(line, user_flags, script, obstacles)
     if not line.words:
         return [], []
 
     job_flags = shlex.split(options.value_of("--prism-job-flags", user_flags))
-    job = [*_script(line.words), *job_flags]
+    job = [*_script(line.words, obstacles), *job_flags]
     flags_given = [*options.words_of(os.environ), *user_flags, *job]
     if obstacles is None:
         own_flags = line.flags(flags_given)
@@ -101,6 +98,21 @@ def _flags_or_obstacle(
         obstacles.note(error)
         obstacles.world_is_guessed = True
         return []
+
+
+def _launching_script(line: LaunchLine) -> str:
+    """Return the script of Python that starts the launcher of a line; empty where none does."""
+    script = line.words[0] if line.words and line.words[0].endswith(".py") else ""
+    reader = _script_reader()
+    if script and line.ranks is None and reader is not None and reader.starts_launcher(script):
+        return script
+    return ""
+
+
+def _as_shell(line: LaunchLine) -> LaunchLine:
+    """Return the line of a script of Python that starts a launcher as that of a shell script."""
+    shell = ("bash", "-c", shlex.join(["python", *line.words]))
+    return replace(line, words=(), shell=shell, before=(), launchers=())
 
 
 def _script_reader() -> ModuleType | None:
@@ -144,11 +156,14 @@ def _run_dry(
         _tell(note)
     variables = {**line.variables, **run.variables, **started.variables}
     started = replace(started, variables=variables)
+    launching_script = _launching_script(started)
+    if launching_script and launching_script != script:
+        started = _as_shell(started)
     if not started.shell:
         return started
     if depth == _DEEPEST:
         raise UsageError("scripts that submit scripts do not end", fix="the last one's own line")
-    return _run_dry(started, user_flags, "", obstacles, run.text, depth + 1)
+    return _run_dry(started, user_flags, launching_script, obstacles, run.text, depth + 1)
 
 
 def _tell(text: str) -> None:
@@ -165,13 +180,15 @@ def _summary(line: LaunchLine) -> str:
     return f"{text}; {counted(line.ranks, 'rank')}{host}: {line.source}"
 
 
-def _script(words: Sequence[str]) -> list[str]:
+def _script(words: Sequence[str], obstacles: Obstacles | None) -> list[str]:
     """Check that the script of a job is here.
 
     One that is named by a path of another machine is the file of its name in the working folder.
 
     Args:
         words: the script, or ``-m`` and a module, and its arguments.
+        obstacles: gets that it is not here, where a file of its name is near: the job is looked at
+            with that one.
 
     Returns:
         The words, with the script's path here.
@@ -185,23 +202,52 @@ def _script(words: Sequence[str]) -> list[str]:
             raise UsageError(f"there is no module {name}", fix="PYTHONPATH=CHECKOUT before prism")
         return list(words)
     script, *arguments = words
-    if not os.path.isfile(script):
-        local_file = Path(Path(script).name)
-        folder = str(Path(script).parent)
-        other_path = f"{folder}=CHECKOUT"
-        if script == local_file.name:
-            other_path = f"{script}=CHECKOUT/{script}"
-        if not local_file.is_file() or local_file.suffix != ".py":
-            raise UsageError(
-                f"there is no script {script}",
-                fix=f"--prism-map {other_path}, or start in the checkout that has it",
-            )
+    if os.path.isfile(script):
+        return list(words)
+    local_file = Path(Path(script).name)
+    folder = str(Path(script).parent)
+    other_path = f"{folder}=CHECKOUT"
+    # a path that is a name alone, perhaps behind an empty variable
+    if folder in (".", "/"):
+        other_path = f"{script}=CHECKOUT/{local_file}"
+    if local_file.is_file() and local_file.suffix == ".py":
         _tell(
             f"{script} is not here; {local_file} of this folder is taken, and its Megatron "
             f"({_release_beside(local_file)}); another one: --prism-map {other_path}"
         )
-        script = str(local_file)
-    return [script, *arguments]
+        return [str(local_file), *arguments]
+    near = _near(script)
+    if near is None:
+        raise UsageError(
+            f"there is no script {script}",
+            fix=f"--prism-map {other_path}, or start in the checkout that has it",
+        )
+    missing = UsageError(f"there is no script {script}", fix=f"--prism-map {script}={near}")
+    if obstacles is None:
+        raise missing
+    obstacles.note(missing)
+    return [str(near), *arguments]
+
+
+def _near(script: str) -> Path | None:
+    """Find the file of a script's name in a checkout that is near, as people have it.
+
+    Args:
+        script: its path, of another machine or from another folder.
+    """
+    path = Path(script)
+    if path.suffix != ".py":
+        return None
+    folders = [Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
+    folders += [*sorted(Path().glob("*/")), Path(".."), *sorted(Path("..").glob("*/"))]
+    # the script of a folder of the checkout is below the same folder here
+    endings = [Path(*path.parts[place:]) for place in range(len(path.parts))]
+    for folder in folders:
+        for ending in endings:
+            file = folder / ending
+            if not ending.is_absolute() and file.is_file():
+                return file
+    return None
 
 
 def _release_beside(script: Path) -> str:

@@ -485,7 +485,7 @@ def numbers(
             source = f"{option} {text}"
         else:
             if options_given:  # of a variable that is empty
-                unclear = unclear or f"{options_given[0]} without a value"
+                unclear = unclear or f"the empty {options_given[0]}"
             option = ""
             variable = variables.get(quantity, "")
             text = env.get(variable, "")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import options
+from megatron_prism.emulate import options, stand_ins
 from megatron_prism.emulate.obstacles import Obstacles
 from megatron_prism.emulate.path_map import PathMap
 
@@ -25,6 +25,7 @@ class ScriptOptions:
         paths: paths of the script that others stand for.
         obstacles: gets what the user has to say, where the run goes on with a placeholder; without
             it that is an error.
+        place_options: options of a job with places that change neither memory nor time.
     """
 
     gpus: str = ""
@@ -33,6 +34,7 @@ class ScriptOptions:
     limit_s: float = LIMIT_S
     paths: PathMap = field(default_factory=PathMap)
     obstacles: Obstacles | None = None
+    place_options: Collection[str] = stand_ins.PLACE_OPTIONS
 
     @classmethod
     def parse(cls, given: Sequence[str], python: str, obstacles: Obstacles | None) -> ScriptOptions:
@@ -65,11 +67,12 @@ class ScriptOptions:
             obstacles=obstacles,
         )
 
-    def ask(self, error: UsageError) -> None:
-        """Note that a number of the job's world is only known to the user.
+    def ask(self, error: UsageError, *, of_world: bool = True) -> None:
+        """Note what is only known to the user, mostly a number of the job's world.
 
         Args:
             error: what is asked for.
+            of_world: whether the number of ranks depends on it.
 
         Raises:
             UsageError: nobody collects obstacles; ``error``.
@@ -77,4 +80,4 @@ class ScriptOptions:
         if self.obstacles is None:
             raise error
         self.obstacles.note(error)
-        self.obstacles.world_is_guessed = True
+        self.obstacles.world_is_guessed |= of_world

@@ -77,6 +77,8 @@ def _option(name: str) -> str:
 # options that name files: such as are replaced where they are not here, and such as are written
 READ_OPTIONS = frozenset(map(_option, (*_DATA, *_TOKENIZER, *_CHECKPOINTS)))
 WRITTEN_OPTIONS = frozenset(map(_option, _WRITTEN))
+# places of these change neither the memory nor the time of an iteration
+PLACE_OPTIONS = frozenset(map(_option, (*_DATA, *_CHECKPOINTS, *_WRITTEN)))
 
 
 @dataclass(frozen=True)

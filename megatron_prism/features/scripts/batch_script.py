@@ -6,6 +6,7 @@ variables to run the script with, and those that nobody can know but the user.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shlex
@@ -265,6 +266,26 @@ def sourced(text: str, folder: Path) -> str:
     return "\n".join(texts)
 
 
+def sourced_by_run(scratch: Path) -> str:
+    """Return the text of files that a script has read with ``source`` in a dry run.
+
+    Args:
+        scratch: folder of the dry run, where the script noted them.
+    """
+    texts: list[str] = []
+    names = scratch / "sourced"
+    if names.is_file():
+        for name in dict.fromkeys(names.read_text(errors="replace").splitlines()):
+            with contextlib.suppress(OSError):
+                texts.append(Path(name).read_text(errors="replace"))
+    return "\n".join(texts)
+
+
+def is_size(name: str) -> bool:
+    """Tell whether a variable says how large the job is, by its name."""
+    return bool(_SIZES.match(name))
+
+
 def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str]:
     """Variables of the size of the job that the script reads, and that neither it, ``settings``
     (files that it sources) nor ``known`` sets.
@@ -279,4 +300,4 @@ def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str
         if default:
             settled.add(name)
     read = dict.fromkeys(name for name, _ in READ.findall(without_comments))
-    return [name for name in read if _SIZES.match(name) and name not in settled]
+    return [name for name in read if is_size(name) and name not in settled]

@@ -169,12 +169,13 @@ def _answer_python_program(
     words: Sequence[str],
 ) -> None:
     """Report a program of Python that is the job, or run it where it starts the launcher."""
+    # the script of Python that starts the launcher is run, with our Python for its children; its
+    # words may be those of the job
+    if _is_confined() and command[0] == os.environ["PRISM_DRY_SCRIPT"]:
+        _run_python_script(command)
     counting = [name for name in launchers if name in BY_NAME and BY_NAME[name].counts]
     if trains(command, bool(outer_launchers or counting)):
         _report_job([*outer_launchers, *words])
-    # the script of Python that starts the launcher is run, with our Python for its children
-    if _is_confined() and command[0] == os.environ["PRISM_DRY_SCRIPT"]:
-        _run_python_script(command)
 
 
 def _is_confined() -> bool:

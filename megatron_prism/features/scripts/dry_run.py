@@ -14,23 +14,19 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_prism
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.messages import progress
-from megatron_prism.core.units import counted
-from megatron_prism.emulate.launch_line import read_line
 from megatron_prism.emulate.script_options import ScriptOptions
-from megatron_prism.emulate.workers import Json, die_with_parent
+from megatron_prism.emulate.workers import Json
 from megatron_prism.features.scripts import batch_script, confine, dry_commands
+from megatron_prism.features.scripts.attempts import Attempts, same_job
+from megatron_prism.features.scripts.execution import Execution, read_notes
 
 _NOTES_SHOWN = {  # kind of note -> how the line about it begins
     "kept": "not written, for it is there, perhaps of an earlier dry run",
@@ -40,7 +36,7 @@ _MOST_NOTES = 12  # of a kind in one line
 _GPUS = (8, 4)  # of a host, where nobody says it: does the job depend on it?
 _PRELUDE = Path(__file__).with_name("dry_run.sh")  # Bash reads it first
 _OWN = re.compile(  # variables that are no settings of the job, or of this place alone
-    r"(BASH|PRISM_|SLURM|PBS_|LSB_|OMPI_|PMI|LD_|HOSTNAME$|(SHLVL|PWD|OLDPWD|PATH|_|TMPDIR|HOME|"
+    r"(BASH|PRISM_|__prism_|SLURM|PBS_|LSB_|OMPI_|PMI|LD_|HOSTNAME$|(SHLVL|PWD|OLDPWD|PATH|_|TMPDIR|HOME|"
     r"RANK|WORLD_SIZE|LOCAL_RANK|NODE_RANK|GROUP_RANK|JOB_ID|MASTER_ADDR|MASTER_PORT|LS_SUBCWD|"
     r"CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|PET_\w+)$|.*(KEY|TOKEN|SECRET|PASSW|WANDB))"
 )
@@ -120,17 +116,15 @@ def dry_run(
 
     with tempfile.TemporaryDirectory(prefix="prism-dry-") as place:
         scratch = Path(place)
-        words, file = script.words, script.file
+        words = script.words
         mapped_text = options.paths.in_text(script.text)
         if not script.inline and (not script.is_here or mapped_text != script.text):
             # a script that another one queues, or that has other paths here
-            if script.is_here:
-                mapped_text = _with_its_own_name(mapped_text, file)
-            file = str(scratch / "script")
-            Path(file).write_text(mapped_text)
-            words = [file, *words[1:]]
+            words = _copy(script, mapped_text, scratch)
         words = [options.paths.in_text(word) for word in words]
-        known = _known_variables(script, scratch, file, words, options)
+        of_scheduler = _known_variables(script, scratch)
+        unknown = _unknown_variables(script, of_scheduler, words)
+        known = {**of_scheduler, **dict.fromkeys(unknown, "1")}
         hosts = batch_script.hosts_of(script.allocation)
         environment = _environment(scratch, known, hosts)
         environment["PRISM_DRY_LINE"] = json.dumps(list(before))
@@ -140,19 +134,31 @@ def dry_run(
         if options.writes:
             environment["PRISM_DRY_HOME"] = ""
 
-        run = _Execution(["bash", *words], scratch, environment, script.title, options.limit_s)
+        run = Execution(["bash", *words], scratch, environment, script.title, options.limit_s)
         said_gpus = options.gpus or script.allocation.gpus
-        job = run.job_with_gpus(said_gpus or _GPUS[0])
-        notes = _notes(scratch)
+        gpus = said_gpus or _GPUS[0]
+
+        def with_text(text: str) -> list[str]:
+            return ["bash", *map(options.paths.in_text, _copy(script, text, scratch))]
+
+        attempts = Attempts(run, gpus, with_text, options)
+        job = attempts.job(mapped_text)
+        notes = read_notes(scratch)
         asks_gpus = any(kind == "asked" for kind, _ in notes)
+        # files that the script has read say some of the variables
+        said = batch_script.sourced_by_run(scratch)
+        unknown = _unknown_variables(script, of_scheduler, words, said) if unknown else []
+        needless = attempts.ask(job, unknown)
         # the script asks what nobody says: does another number make another job?
         if asks_gpus and not said_gpus:
-            _check_gpus(run, job, options)
+            _check_gpus(attempts.run, job, options)
 
-    lines = _lines_about(script, known, notes)
+    lines = [*attempts.notes, *_lines_about(script, of_scheduler, notes)]
+    if needless:
+        lines.append(f"{', '.join(needless)}: not set here, which changes nothing")
     variables = {}
     for name, value in job["env"].items():
-        if not _OWN.match(name) and environment.get(name) != value:
+        if not _OWN.match(name) and attempts.run.environment.get(name) != value:
             variables[name] = value
     line = [options.paths.in_text(word) for word in _paths_from_here(job["line"], job["cwd"])]
     variables = {name: options.paths.in_text(value) for name, value in variables.items()}
@@ -171,7 +177,7 @@ def _with_its_own_name(text: str, file: str) -> str:
     return re.sub(name, lambda _: own_path, text)
 
 
-def _check_gpus(run: _Execution, job: Json, options: ScriptOptions) -> None:
+def _check_gpus(run: Execution, job: Json, options: ScriptOptions) -> None:
     """Refuse a script that starts another job on hosts with another number of GPUs.
 
     Args:
@@ -182,7 +188,7 @@ def _check_gpus(run: _Execution, job: Json, options: ScriptOptions) -> None:
     other_job = job
     with contextlib.suppress(UsageError):  # it refuses to run with another number
         other_job = run.job_with_gpus(_GPUS[1])
-    if _sizes(other_job) == _sizes(job):
+    if same_job(other_job, job, options):
         return
     options.ask(
         UsageError(f"{run.title} asks how many GPUs a host has", fix="--prism-gpus-per-node 8")
@@ -235,42 +241,62 @@ def _find_script(shell: Sequence[str], given: Mapping[str, str], text: str) -> _
     return _Script(words, file, text, title, inline, is_here, allocation, settings)
 
 
-def _known_variables(
-    script: _Script,
-    scratch: Path,
-    file: str,
-    words: Sequence[str],
-    options: ScriptOptions,
-) -> dict[str, str]:
-    """Collect the variables to run a script with.
+def _copy(script: _Script, text: str, scratch: Path) -> list[str]:
+    """Make a copy of a script with another text.
+
+    Args:
+        script: the script.
+        text: of the copy.
+        scratch: folder of the dry run.
+
+    Returns:
+        The words for Bash to run the copy with.
+    """
+    if script.inline:
+        return _replaced(script.words, script.text, text)
+    if script.is_here:
+        text = _with_its_own_name(text, script.file)
+    file = scratch / "script"
+    file.write_text(text)
+    if script.file in script.words:
+        return _replaced(script.words, script.file, str(file))
+    return [str(file), *script.words[1:]]
+
+
+def _replaced(words: Sequence[str], word: str, other: str) -> list[str]:
+    """Return words with another one in the place of a word."""
+    changed = list(words)
+    changed[changed.index(word)] = other
+    return changed
+
+
+def _known_variables(script: _Script, scratch: Path) -> dict[str, str]:
+    """Collect the variables to run a script with: of its scheduler and of its line.
 
     Args:
         script: the script.
         scratch: folder of the dry run.
-        file: path of the script.
-        words: that Bash is started with.
-        options: get the sizes of the job that nothing says, for which placeholders stand then.
-
-    Raises:
-        UsageError: the script reads sizes of the job that nothing says, and nobody collects that.
     """
     of_scheduler = batch_script.variables(script.allocation, str(scratch / "hosts"), os.getcwd())
     known = {name: value for name, value in of_scheduler.items() if name not in os.environ}
     known.update(script.settings)
-
-    folder = Path() if script.inline else Path(script.file).parent
-    settings_text = "\n".join([batch_script.sourced(script.text, folder), *words[1:]])
-    unknown = batch_script.unknown(script.text, {**known, **os.environ}, settings_text)
-    if unknown:
-        pronoun = "it" if len(unknown) == 1 else "them"
-        options.ask(
-            UsageError(
-                f"{script.title} reads {', '.join(unknown)}, and nothing here says {pronoun}",
-                fix=" ".join(f"{name}=N" for name in unknown) + " before prism",
-            )
-        )
-        known.update(dict.fromkeys(unknown, "1"))
     return known
+
+
+def _unknown_variables(
+    script: _Script, known: Mapping[str, str], words: Sequence[str], said: str = ""
+) -> list[str]:
+    """Find the sizes of the job that a script reads, and that nothing says.
+
+    Args:
+        script: the script.
+        known: variables that it is run with.
+        words: that Bash is started with.
+        said: text of files that it has read in a run.
+    """
+    folder = Path() if script.inline else Path(script.file).parent
+    settings = "\n".join([batch_script.sourced(script.text, folder), *words[1:], said])
+    return batch_script.unknown(script.text, {**known, **os.environ}, settings)
 
 
 def _lines_about(
@@ -300,12 +326,6 @@ def _lines_about(
     if not confine.available():
         lines.append("this kernel has no Landlock: commands were left out by their names alone")
     return lines
-
-
-def _sizes(job: Json) -> tuple[object, ...]:
-    """Return what two runs of a script have in common that start the same job."""
-    line = read_line(job["line"], job["env"])
-    return line.words, line.shell, line.ranks, line.per_host, job["text"]
 
 
 def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> dict[str, str]:
@@ -350,124 +370,6 @@ def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> d
     if confine.available():
         environment["PRISM_DRY_CONFINED"] = "1"
     return environment
-
-
-@dataclass(frozen=True)
-class _Execution:
-    """A script as it is run, perhaps several times.
-
-    Attributes:
-        words: the command.
-        scratch: folder of the dry run.
-        environment: of the command.
-        title: name of the script in messages.
-        limit_s: seconds after which a run without a job is stopped.
-    """
-
-    words: Sequence[str]
-    scratch: Path
-    environment: Mapping[str, str]
-    title: str
-    limit_s: float
-
-    def job_with_gpus(self, gpus: object) -> Json:
-        """Run the script as on hosts of so many GPUs, until it starts its job.
-
-        Whatever the script has started is stopped then.
-
-        Returns:
-            The job, as ``dry_commands`` has written it.
-
-        Raises:
-            UsageError: the script ended or took too long without a job.
-        """
-        job_file = self.scratch / "job"
-        job_file.unlink(missing_ok=True)
-        process = self._start(gpus)
-        start_s = time.monotonic()
-        try:
-            with progress(lambda: f"{self.title}: dry run, at: {_last_command(self.scratch)}"):
-                while not job_file.exists():
-                    # asked first: the job may be written between the two questions
-                    ended = process.poll() is not None and not _group_lives(process.pid)
-                    timed_out = time.monotonic() - start_s > self.limit_s
-                    if (ended and not job_file.exists()) or timed_out:
-                        raise self._no_job(ended)
-                    time.sleep(0.02)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return json.loads(job_file.read_text())
-
-    def _start(self, gpus: object) -> subprocess.Popen[bytes]:
-        """Start the script in a process group of its own, confined where the kernel can."""
-        home = Path(self.environment["PRISM_DRY_HOME"] or "/")
-
-        def prepare() -> None:
-            die_with_parent()
-            if confine.available():
-                confine.confine(self.scratch, home)
-
-        with (self.scratch / "printed").open("wb") as printed:
-            return subprocess.Popen(
-                self.words,
-                env={**self.environment, "PRISM_DRY_GPUS": str(gpus)},
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                start_new_session=True,
-                preexec_fn=prepare,
-            )
-
-    def _no_job(self, ended: bool) -> UsageError:
-        """Make the error of a script that has started no job.
-
-        Args:
-            ended: whether it has ended, and was not stopped.
-        """
-        fix = "the line that starts Megatron: prism … torchrun …"
-        how = "ended"
-        if not ended:
-            how = f"ran for {self.limit_s:g} s, at last: {_last_command(self.scratch)},"
-            fix = f"--prism-dry-run-limit {6 * self.limit_s:g}, or {fix}"
-        parts = [f"{self.title} {how} without a command that trains"]
-        printed = (self.scratch / "printed").read_text(errors="replace").strip().splitlines()
-        parts += [f"it printed: {line[:200]}" for line in printed[-2:]]
-        left_out = [text[:60] for kind, text in _notes(self.scratch) if kind == "left out"]
-        if left_out:
-            shown = "; ".join(left_out[-4:])
-            parts.append(f"{counted(len(left_out), 'command')} left out: {shown}")
-        return UsageError("; ".join(parts), fix=fix)
-
-
-def _group_lives(leader: int) -> bool:
-    """Tell whether a process runs that the script has started in the background."""
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _last_command(scratch: Path) -> str:
-    """Return the command that the script runs now, or ran last."""
-    try:
-        text = (scratch / "at").read_text(errors="replace")
-    except OSError:
-        return "its start"
-    return " ".join(text.split())[:80]
-
-
-def _notes(scratch: Path) -> list[tuple[str, str]]:
-    """Read the notes of answered commands: kind and text of each."""
-    notes = []
-    for line in (scratch / "notes").read_text(errors="replace").splitlines():
-        # a line that a process was killed in is cut
-        with contextlib.suppress(ValueError):
-            kind, text = json.loads(line)
-            notes.append((kind, text))
-    return notes
 
 
 def _paths_from_here(line: Sequence[str], folder: str) -> list[str]:

@@ -18,6 +18,8 @@ __prism_run() {
   elif [[ $name == *.sh ]] || head -n 1 "$1" | grep -aq '^#!.*sh'; then bash "$@"
   else "$@"; fi
 }
+ulimit() { builtin ulimit "$@" 2>/dev/null || :; }
+kill() { __prism_note "left out" "kill $*"; }
 command_not_found_handle() { __prism_note "left out" "$*"; return 0; }
 __prism_check() {
   printf '%s\n' "$BASH_COMMAND" >| "$PRISM_DRY/at"
@@ -29,6 +31,7 @@ __prism_check() {
     source\ *|.\ *)
       [[ $text == *[\`\(]* ]] && return 0
       eval "set -- ${text#* }"
+      [[ -r $1 ]] && { [[ $1 == /* ]] || set -- "$PWD/$1"; printf '%s\n' "$1" >> "$PRISM_DRY/sourced"; }
       [[ -r $1 ]] || type -P "$1" >/dev/null && return 0
       __prism_note "left out" "$text"; __prism_line=:; return 1 ;;
     cd\ *|pushd\ *) __prism_line="$text || __prism_note 'left out' '${text//\'/}'"; return 1 ;;

@@ -287,7 +287,7 @@ def test_a_job_that_queues_itself_again_is_no_other(script):
 
 
 def test_numbers_that_are_empty_are_asked_for(script):
-    with pytest.raises(UsageError, match="--nnodes without a value of torchrun"):
+    with pytest.raises(UsageError, match="the empty --nnodes of torchrun"):
         script(f"torchrun --nnodes $NOBODY --nproc-per-node 4 {TRAIN}")
 
 
@@ -434,3 +434,88 @@ def test_what_nobody_says_is_noted_and_the_script_goes_on(script):
         "--prism-gpus-per-node 8",
     ]
     assert obstacles.world_is_guessed
+
+
+LAUNCHER = """import subprocess, sys
+subprocess.run(["torchrun", "--nnodes=4", "--nproc-per-node=8", *sys.argv[1:]])
+"""
+
+
+@CONFINED
+def test_a_script_that_starts_a_launcher_of_python_is_the_launcher_s_job(script, tmp_path):
+    """The launcher's words are those of the job."""
+    (tmp_path / "start.py").write_text(LAUNCHER)
+    ours, job = script(f"python3 start.py {TRAIN}")
+    assert (ours[1], job) == ("32", TRAIN.split())
+
+
+STRICT = """set -eu
+name=${1:?name of the run}
+: "${API_KEY:?set it}"
+[[ -d $DATA_ROOT ]] || { echo no data; exit 1; }
+[ -f "$DATA_ROOT/x.idx" ] || exit 1
+ulimit -n 99999999
+trap 'kill 0' EXIT
+echo $HEAD
+torchrun --nnodes $NODES --nproc-per-node 8 --master-addr $HEAD pretrain_gpt.py \
+  --num-layers $LAYERS --save $OUT/$name --data-path $DATA_ROOT/x
+"""
+
+
+def test_all_that_a_strict_script_lacks_is_known_at_once(script, monkeypatch, capsys):
+    names = ("API_KEY", "DATA_ROOT", "HEAD", "NODES", "LAYERS", "OUT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    obstacles = Obstacles()
+    _, job = script(STRICT, obstacles=obstacles)
+    assert job[:3] == ["pretrain_gpt.py", "--num-layers", "1"]
+    messages = [obstacle.message for obstacle in obstacles]
+    assert messages == [
+        "train.sh takes an argument (name of the run), which the line lacks",
+        "train.sh reads NODES, LAYERS, and nothing here says them",
+    ]
+    fixes = [obstacle.fix for obstacle in obstacles]
+    assert fixes == ["train.sh VALUE", "NODES=VALUE LAYERS=VALUE before prism"]
+    assert obstacles.world_is_guessed
+    said = capsys.readouterr().err
+    assert "API_KEY, DATA_ROOT, HEAD, OUT: not set here, which changes nothing" in said
+    assert "count as there" in said
+
+    # what the fixes say is enough, and a variable that is no number of the world leaves that known
+    monkeypatch.setenv("NODES", "2")
+    obstacles = Obstacles()
+    ours, _ = script(STRICT, "mine", obstacles=obstacles)
+    assert ours[1] == "16"
+    assert [obstacle.fix for obstacle in obstacles] == ["LAYERS=VALUE before prism"]
+    assert not obstacles.world_is_guessed
+    monkeypatch.setenv("LAYERS", "4")
+    _, job = script(STRICT, "mine")
+    assert job[:3] == TRAIN.split()
+
+
+def test_names_that_only_look_like_sizes_are_not_asked_for(script, tmp_path):
+    (tmp_path / "prod.env").write_text("NNODES=4\n")
+    obstacles = Obstacles()
+    text = 'source ./${STAGE:-prod}.env\necho "$SLURM_PARTITION"\n'
+    ours, _ = script(f"{text}torchrun --nnodes $NNODES {TRAIN}", obstacles=obstacles)
+    assert (ours[1], list(obstacles)) == ("4", [])
+
+
+def test_a_script_in_a_checkout_nearby_is_named_and_looked_at(script, tmp_path):
+    (tmp_path / "pretrain_gpt.py").unlink()
+    (tmp_path / "Megatron-LM" / "examples").mkdir(parents=True)
+    (tmp_path / "Megatron-LM" / "pretrain_gpt.py").touch()
+    (tmp_path / "Megatron-LM" / "examples" / "train.py").touch()
+    obstacles = Obstacles()
+    _, job = script(f"cd /their/checkout\ntorchrun {TRAIN}", obstacles=obstacles)
+    assert job[0] == "Megatron-LM/pretrain_gpt.py"
+    fixes = [obstacle.fix for obstacle in obstacles]
+    assert fixes == ["--prism-map pretrain_gpt.py=Megatron-LM/pretrain_gpt.py"]
+    _, job = script(f"cd /their/checkout\ntorchrun {TRAIN}", given=fixes[0].split())
+    assert job[0] == "Megatron-LM/pretrain_gpt.py"
+    with pytest.raises(UsageError) as caught:
+        script("torchrun $MEGATRON/examples/train.py --num-layers 4")
+    assert caught.value.fix == "--prism-map /examples/train.py=Megatron-LM/examples/train.py"
+    with pytest.raises(UsageError) as caught:
+        script("torchrun $MEGATRON/other.py --num-layers 4")
+    assert caught.value.fix.startswith("--prism-map /other.py=CHECKOUT/other.py, or")

@@ -1,0 +1,211 @@
+"""Run a script dry until it starts its job: what it lacks is given to it in between.
+
+A script that checks what it is given (``set -u``, ``${KEY:?}``, ``[ -d $DATA ] || exit``) ends at
+the first thing that is not here.  It gets a placeholder and runs again, so that all that it lacks
+is known at once.  What changes nothing of the job is not asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.emulate.launch_line import read_line
+from megatron_prism.emulate.script_options import ScriptOptions
+from megatron_prism.emulate.workers import Json
+from megatron_prism.features.scripts import batch_script
+from megatron_prism.features.scripts.execution import Execution
+
+_MOST = 30  # runs of one script
+_MOST_TRIED = 6  # variables that are varied one by one
+_LACKS = re.compile(  # what Bash says of set -u and of ${NAME:?text}
+    r"line \d+: \$?(\w+): (?P<text>.*)$", re.MULTILINE
+)
+_UNSET = ("unbound variable", "parameter null or not set", "parameter not set")
+_LOOKS = re.compile(r"((?:\[\[?|\btest|&&|\|\|)\s+(?:!\s+)?)-[defrsx](?=\s)")  # tests of files
+_OTHER_VALUE = "64"  # than the placeholder 1
+_LISTS = ("LIST", "HOSTS")  # ends of names of variables that list hosts
+
+
+class Attempts:
+    """Runs of one script.
+
+    Args:
+        run: the first one.
+        gpus: of each host.
+        with_text: makes the words of a run of the script with another text.
+        options: how the script is run; get the obstacles, or raise them.
+
+    Attributes:
+        run: the last one, with all placeholders.
+        notes: lines about what stood in.
+    """
+
+    def __init__(
+        self,
+        run: Execution,
+        gpus: object,
+        with_text: Callable[[str], list[str]],
+        options: ScriptOptions,
+    ) -> None:
+        self.run = run
+        self.notes: list[str] = []
+        self._gpus = gpus
+        self._with_text = with_text
+        self._variables: list[str] = []  # that have a placeholder
+        self._arguments: list[str] = []  # what the script says of those that it lacks
+        self._options = options
+        self._looks = False  # whether files that it looks for count as there
+
+    def job(self, text: str) -> Json:
+        """Run the script until it starts its job.
+
+        Args:
+            text: of the script.
+
+        Raises:
+            UsageError: it starts none, whatever it is given.
+        """
+        for _ in range(_MOST):
+            try:
+                return self.run.job_with_gpus(self._gpus)
+            except UsageError:
+                if not self._gave(text):
+                    raise
+        return self.run.job_with_gpus(self._gpus)
+
+    def _gave(self, text: str) -> bool:
+        """Give the script what the last run has ended for; False where that is not known."""
+        for lack in _LACKS.finditer(self.run.printed()):
+            name, reason = lack[1], lack["text"]
+            is_unset = reason in _UNSET or re.search(rf"\$\{{{name}:?\?", text)
+            if is_unset and name.isdigit():
+                # arguments up to this one
+                missing = int(name) - len(self.run.words) + 2
+                if missing > 0:
+                    self._arguments.append("" if reason in _UNSET else reason)
+                    words = [*self.run.words, *["1"] * missing]
+                    self.run = replace(self.run, words=words)
+                    return True
+            elif is_unset and name not in self.run.environment:
+                self._variables.append(name)
+                self.run = self._with_values([name], lambda _: "1")
+                return True
+        if not self._looks and _LOOKS.search(text):
+            self._looks = True
+            words = self._with_text(_LOOKS.sub(r"\1-n", text))
+            arguments = self.run.words[len(words) :]
+            self.run = replace(self.run, words=[*words, *arguments])
+            self.notes.append("files and folders that the script looks for count as there")
+            return True
+        return False
+
+    def _with_values(self, names: Sequence[str], value: Callable[[str], str]) -> Execution:
+        """Make a run like the last one, with other values of variables."""
+        values = {name: value(name) for name in names}
+        return replace(self.run, environment={**self.run.environment, **values})
+
+    def ask(self, job: Json, unknown: Sequence[str]) -> list[str]:
+        """Ask for variables and arguments that have placeholders, as far as they matter.
+
+        Args:
+            job: that the script starts with placeholders.
+            unknown: further variables that have one.
+
+        Returns:
+            Variables that have a placeholder and change nothing.
+        """
+        title = self.run.title
+        for reason in self._arguments:
+            description = f" ({reason})" if reason else ""
+            self._options.ask(
+                UsageError(
+                    f"{title} takes an argument{description}, which the line lacks",
+                    fix=f"{title} VALUE",
+                )
+            )
+        names = [*unknown, *self._variables]
+        asked = self._that_matter(job, names)
+        if asked:
+            pronoun = "it" if len(asked) == 1 else "them"
+            settings = [f"{name}={_example(name)}" for name in asked]
+            self._options.ask(
+                UsageError(
+                    f"{title} reads {', '.join(asked)}, and nothing here says {pronoun}",
+                    fix=f"{' '.join(settings)} before prism",
+                ),
+                of_world=bool(set(asked) & set(unknown)) or self._changes_world(job, asked),
+            )
+        return [name for name in names if name not in asked]
+
+    def _that_matter(self, job: Json, names: Sequence[str]) -> list[str]:
+        """Return the variables with which the script starts another job."""
+        if not names or self._starts(job, names):
+            return []
+        if len(names) == 1 or len(names) > _MOST_TRIED:
+            return list(names)
+        return [name for name in names if not self._starts(job, [name])]
+
+    def _starts(self, job: Json, names: Sequence[str]) -> bool:
+        """Tell whether the script starts the same job with other values of variables."""
+        return same_job(self._varied(names), job, self._options)
+
+    def _changes_world(self, job: Json, names: Sequence[str]) -> bool:
+        """Tell whether the number of ranks depends on variables."""
+        return _world(self._varied(names)) != _world(job)
+
+    def _varied(self, names: Sequence[str]) -> Json | None:
+        """Return the job with other values of variables, None where there is none."""
+        try:
+            return self._with_values(names, _other_value).job_with_gpus(self._gpus)
+        except UsageError:
+            return None
+
+
+def _is_list(name: str) -> bool:
+    """Tell whether a variable lists hosts, by its name."""
+    return name.endswith(_LISTS)
+
+
+def _other_value(name: str) -> str:
+    """Return a value of a variable that differs from the placeholder in all that counts."""
+    return "host1,host2,host3" if _is_list(name) else _OTHER_VALUE
+
+
+def _example(name: str) -> str:
+    """Return what a fix has in the place of a variable's value."""
+    if _is_list(name):
+        return "HOST1,HOST2"
+    return "N" if batch_script.is_size(name) else "VALUE"
+
+
+def same_job(job: Json | None, other: Json | None, options: ScriptOptions) -> bool:
+    """Tell whether two runs of a script start the same job; places of its data may differ."""
+    if job is None or other is None:
+        return job is other
+    return _read(job, options) == _read(other, options)
+
+
+def _read(job: Json, options: ScriptOptions) -> tuple[object, ...]:
+    """Return what tells a job from another."""
+    line = read_line(job["line"], job["env"])
+    words = []
+    option = ""
+    for word in line.words:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+        if option not in options.place_options:
+            words.append(word)
+    # where no number of ranks is known, each number of the line may count
+    numbers = job["line"] if line.unclear else (line.ranks, line.per_host)
+    return words, line.shell, numbers, job["text"]
+
+
+def _world(job: Json | None) -> tuple[object, ...]:
+    """Return how many ranks a job has, and how many on a host."""
+    if job is None:
+        return ()
+    line = read_line(job["line"], job["env"])
+    return line.ranks, line.per_host
