@@ -242,11 +242,14 @@ class AllocationOwners:
                     yield "optim", "main parameters", parameter
                     yield "grad", "main parameters", parameter.grad
             for state in (getattr(inner, "state", None) or {}).values():
-                for name, tensor in state.items() if isinstance(state, dict) else ():
+                if not isinstance(state, dict):
+                    continue
+                for name, tensor in state.items():
                     yield "optim", str(name), tensor
                     # moments in FP8, --exp-avg-sq-dtype fp8
                     local_tensor = getattr(tensor, "_local_tensor", tensor)
-                    yield from (("optim", str(name), part) for part in _parts(local_tensor))
+                    for part in _parts(local_tensor):
+                        yield "optim", str(name), part
 
 
 def _of_group(group: object) -> Iterator[tuple[str, str, object]]:
