@@ -21,8 +21,8 @@ from megatron_prism.features.hang.dumps import UNNAMED, DumpSet
 from megatron_prism.features.hang.fingerprints import Disagreement
 from megatron_prism.features.hang.mismatch import find_mismatches
 from megatron_prism.features.hang.rules import Judgement, Rule, When
-from megatron_prism.features.hang.state import JobState, call_text
-from megatron_prism.features.hang.verdict import Culprit, Diagnosis, Waiting
+from megatron_prism.features.hang.state import QUEUED, JobState, call_text
+from megatron_prism.features.hang.verdict import OUTSIDE, Culprit, Diagnosis, Waiting
 
 _CALLED_OTHERWISE = (
     "operation",
@@ -328,7 +328,7 @@ def _nobody(judgement: Judgement) -> Diagnosis:
         _show_ends(judgement, complete_calls, ends)
 
     verdict = "undetermined"
-    is_deadlock = bool(cycle) and not any("behind" in state.waits(rank)[0] for rank in cycle)
+    is_deadlock = bool(cycle) and not any(state.waits(rank)[0] == QUEUED for rank in cycle)
     if mismatches:
         verdict = "mismatch"
     elif is_deadlock:
@@ -417,6 +417,12 @@ def _result(
     elif victims:
         group, op, seq = victims[0].group, victims[0].op, victims[0].seq
 
+    # logs say that ranks wait outside NCCL
+    if not victims and judgement.outside_ranks:
+        victims = _with_outside(judgement, victims, blamed)
+        if first is None:
+            group, op = OUTSIDE, judgement.outside_call
+
     # counters alone say only its number
     if first is not None and op == "call":
         for victim in victims:
@@ -425,6 +431,12 @@ def _result(
                 break
     if verdict in _CALLED_OTHERWISE:
         verdict = "mismatch"
+
+    # where all of them are named for a call outside NCCL, their own calls are no part of the hang
+    rules_of_blamed = {judgement.named_by.get(rank) for rank in blamed}
+    if rules_of_blamed == {rules.OUTSIDE_NCCL}:
+        group, op, seq, stop = OUTSIDE, judgement.outside_call, -1, ""
+        victims = _with_outside(judgement, victims, blamed)
     return Diagnosis(
         verdict,
         tuple(sorted(culprits, key=lambda culprit: culprit.rank)),
@@ -439,6 +451,19 @@ def _result(
         candidates=tuple(sorted(set(judgement.among))),
         stop=stop,
     )
+
+
+def _with_outside(
+    judgement: Judgement, victims: Sequence[Waiting], blamed: Collection[int]
+) -> tuple[Waiting, ...]:
+    """Add the ranks that wait for a blamed one outside NCCL."""
+    victim_of_rank = {victim.rank: victim for victim in victims}
+    awaited = tuple(sorted(blamed))
+    for rank in judgement.outside_ranks:
+        if rank in blamed or rank in victim_of_rank:
+            continue
+        victim_of_rank[rank] = Waiting(rank, awaited, judgement.outside_call, OUTSIDE, -1)
+    return tuple(victim_of_rank[rank] for rank in sorted(victim_of_rank))
 
 
 def _first_call(state: JobState) -> Entry | None:

@@ -335,6 +335,7 @@ _RANK = re.compile(
 )
 _PLAIN = re.compile(r"[^.]*" + _ENDING)
 _LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_OF_NODE = re.compile(r"(?:node|machine|host|agent|local)[_-]?rank[_=-]?\d{1,9}", re.IGNORECASE)
 _PACKED = re.compile(r"\.(?:tgz|zst|xz|bz2|lz4|zip|tar)$|\.tar\.gz$")
 _LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
 FIX = "name the folder that the job's recorders wrote into (TORCH_FR_DUMP_TEMP_FILE)"
@@ -464,6 +465,7 @@ def _by_rank(paths: list[Path], word: re.Pattern[str]) -> dict[int, list[Path]]:
 
 def rank_of_name(name: str) -> int | None:
     """The global rank that a file's name has; None if it has none."""
+    name = _OF_NODE.sub("", name)
     found = _RANK.findall(name) or _LOOSE.findall(name)
     return int(found[-1]) if found else None
 

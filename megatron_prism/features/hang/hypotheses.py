@@ -39,7 +39,7 @@ from megatron_prism.features.hang.siblings import (
     kind_of_change,
     way_text,
 )
-from megatron_prism.features.hang.state import JobState, call_text
+from megatron_prism.features.hang.state import NOT_COME, NOT_POSTED, JobState, call_text
 from megatron_prism.features.hang.verdict import Culprit, Diagnosis, Waiting
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
@@ -738,9 +738,9 @@ class _Explainer:
             # it waits for nobody
             if not reason:
                 suspects[rank] = None
-            elif head.pair and reason == "has not posted its side":
+            elif head.pair and reason == NOT_POSTED:
                 suspects |= dict.fromkeys([rank, *awaited])
-            elif reason == "has not come":
+            elif reason == NOT_COME:
                 suspects |= dict.fromkeys(awaited)
             # other reasons say least
             else:

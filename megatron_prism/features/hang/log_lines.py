@@ -210,6 +210,7 @@ class Speakers:
         self.has_torchrun = False
         self.tasks_are_ranks = True
         self.has_label_of_rank = False
+        torch_ranks: set[int] = set()
         actors: dict[str, set[int]] = defaultdict(set)
         for line in lines:
             # a task that starts torchrun is a node
@@ -219,6 +220,8 @@ class Speakers:
             if rank is None:
                 continue
             self.marked = True
+            if ANYWHERE[0].pattern.search(line):
+                torch_ranks.add(rank)
             task = _TASK.match(line)
             if task is not None and int(task[1]) != rank:
                 self.tasks_are_ranks = False
@@ -227,6 +230,9 @@ class Speakers:
             actor = _ACTOR.search(line)
             if actor is not None:
                 actors[actor[1]].add(rank)
+        # the number in the name of a file in which other ranks speak is a node's, or a stage's
+        if torch_ranks - {owner}:
+            self.owner = None
         self._actors = {actor: min(ranks) for actor, ranks in actors.items() if len(ranks) == 1}
 
     def rank_of_task(self, task: int) -> int | None:

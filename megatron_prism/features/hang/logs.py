@@ -185,11 +185,11 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
         if cut:
             job.notes.append(f"{path.name} is cut off: it is read up to there")
         owner = rank_of_name(path.name)
-        if cut and owner is None:
-            job.cut_log = True
         attempt = _ATTEMPT.search(str(path.parent))
         log = _Log(job, number, owner, int(attempt[1]) if attempt else 0)
         log.read(data.decode(errors="replace"))
+        if cut and log.speakers.owner is None:
+            job.cut_log = True
     if not job.logged and not job.evidence and not job.absent:
         raise DumpError("no line of these logs is of a rank: [rank12]: …, or a rank in its name",
                         fix=FIX)  # fmt: skip
@@ -219,8 +219,8 @@ class _Log:
         self._read_ras(text)
         lines = log_lines.logical_lines(text)
         speakers = log_lines.Speakers(lines, self.owner)
-        if self.owner is not None and any(lines):
-            self.job.logged.add(self.owner)
+        if speakers.owner is not None and any(lines):
+            self.job.logged.add(speakers.owner)
         self.speakers = speakers
         for self.line, line in enumerate(lines):
             self._read_sizes(line)

@@ -46,6 +46,8 @@ class Judgement:
         culprits: Rank -> culprit.
         named_by: Rank -> name of the rule that named it.
         has_lone_callers: Whether a few ranks wait in a call that most never make.
+        outside_call: The call outside NCCL in which ranks wait; empty: there is none.
+        outside_ranks: The ranks that wait in it.
     """
 
     parted: ConsistentDumps
@@ -60,6 +62,8 @@ class Judgement:
     culprits: dict[int, Culprit] = field(default_factory=dict)
     named_by: dict[int, str] = field(default_factory=dict)
     has_lone_callers: bool = False
+    outside_call: str = ""
+    outside_ranks: tuple[int, ...] = ()
 
     @property
     def state(self) -> JobState:
@@ -228,21 +232,43 @@ def hosts_outside_nccl(judgement: Judgement) -> list[Culprit]:
                 texts[rank] = event.text
     judgement.excused |= texts.keys()
 
+    # ranks that print the same wait in one line
+    ranks_of_text: dict[str, list[int]] = defaultdict(list)
+    for rank, text in sorted(texts.items()):
+        ranks_of_text[text].append(rank)
+    for text, ranks in ranks_of_text.items():
+        verb = "waits" if len(ranks) == 1 else "wait"
+        judgement.evidence.append(f"{ranks_text(ranks)} {verb} outside NCCL, in {text}")
+
     # of the largest group of a waiting rank, the only member that does not wait
     blamed: set[int] = set()
-    for rank, text in texts.items():
+    for rank in texts:
         groups = [state.groups[name] for name in state.groups_of[rank]]
         data_groups = [group for group in groups if group.desc.startswith("DATA_PARALLEL")]
         largest = max(data_groups or groups, key=lambda group: len(group.ranks), default=None)
         absent: set[int] = set()
         if largest is not None:
             absent = set(largest.ranks) - texts.keys()
-        judgement.evidence.append(f"rank {rank} waits outside NCCL, in {text}")
         judgement.suspect(absent)
         if len(absent) == 1:
             blamed |= absent
-    place = next(iter(texts.values()), "").partition(":")[0]
-    reason = f"did not come to {place}) outside NCCL"
+
+    if not texts:
+        return []
+
+    # where no line names a group: the ranks of the job that print nothing
+    if not any(state.groups_of[rank] for rank in texts):
+        judgement.suspect(set(range(state.observed.world)) - texts.keys() - state.observed.logged)
+    place = next(iter(texts.values())).partition(":")[0] + ")"
+    judgement.outside_call = place.partition(" of ")[0]
+    judgement.outside_ranks = tuple(sorted(texts))
+
+    # a rank of which there is neither a dump nor a line may wait there as the others do
+    blamed &= state.dumps.keys() | state.observed.logged
+    if not blamed:
+        return []
+    reason = f"did not come to {place} outside NCCL"
+    judgement.evidence.append(f"{ranks_text(sorted(blamed))} {reason}")
     return [Culprit(rank, "skipped call", reason) for rank in sorted(blamed)]
 
 
@@ -654,6 +680,7 @@ def _excuse_lacking_member(judgement: Judgement, hosts: _IdleHosts) -> None:
     hosts.elsewhere |= remaining
 
 
+OUTSIDE_NCCL = "others wait for it outside NCCL"
 _LONE_CALLERS = "a few wait in a call that most never make"
 _LATE_HOSTS = "others wait for a host that waits for nobody"
 _BOTH = ("history", "active")
@@ -703,7 +730,7 @@ _MONITORED_BARRIERS = ("public wenet-e2e/wenet#2552", "public NVIDIA/nccl#849")
 RULES = (
     Rule("its process failed", failed_processes, _drawn("killed", ("logs",))),
     Rule(
-        "others wait for it outside NCCL",
+        OUTSIDE_NCCL,
         hosts_outside_nccl,
         ("recorded nosave, with a log",),
     ),

@@ -18,9 +18,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_prism.core.units import counted
 from megatron_prism.features.hang.calls import Calls, Entry
 from megatron_prism.features.hang.mismatch import Mismatch
 from megatron_prism.features.hang.state import (
+    NOT_POSTED,
     CallKey,
     JobState,
     issue_order,
@@ -625,9 +627,6 @@ def _are_whole_iterations(
 
 
 # -- messages: which ranks left out a send or a receive? ------------------------------------------
-_NOT_POSTED = "has not posted its side"  # a reason of JobState.waits
-
-
 def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
     """Find ranks that left out a message which their siblings posted, and that went on.
 
@@ -637,7 +636,7 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
     for waiting_rank in sorted(state.outstanding):
         head = state.head(waiting_rank)
         reason, peers = state.waits(waiting_rank)
-        if head is None or not head.pair or reason != _NOT_POSTED:
+        if head is None or not head.pair or reason != NOT_POSTED:
             continue
         for peer in peers:
             # a rank without outstanding calls is late; with other microbatches it proves nothing
@@ -847,9 +846,10 @@ def kind_of_change(changed: Way, usual: Way) -> str:
 
 
 def way_text(steps: Way) -> str:
-    """Describe the messages of a batch: ``send to 1 ranks further and recv from …``."""
+    """Describe the messages of a batch: ``send to 1 rank further and recv from …``."""
     texts = []
     for step in steps:
         preposition = "to" if step.op == "send" else "from"
-        texts.append(f"{step.op} {preposition} {step.distance} ranks further")
+        distance = counted(step.distance, "rank")
+        texts.append(f"{step.op} {preposition} {distance} further")
     return " and ".join(texts)

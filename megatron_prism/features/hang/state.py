@@ -152,6 +152,12 @@ _Member = tuple[str, int]  # name of a group, rank
 _Stretch = tuple[str, int]  # name of a group, place among its stretches of calls
 _RankAndRoute = tuple[int, _Route]
 Reasons = Mapping[str, Sequence[int]]  # why a call waits -> for which ranks
+# the reasons, of one rank
+NOT_COME = "has not come"
+NO_DUMP = "left no dump"
+QUEUED = "has it queued behind another call"
+NOT_POSTED = "has not posted its side"
+CUT = "left a dump that is cut off"
 _OTHER_OP = {"send": "recv", "recv": "send"}
 
 
@@ -819,9 +825,9 @@ class JobState:
             if first.get(member, launch) != launch and not is_over:
                 elsewhere.append(member)
         return {
-            "has not come": absent,
-            "left no dump": without_dump,
-            "has it queued behind another call": elsewhere,
+            NOT_COME: absent,
+            NO_DUMP: without_dump,
+            QUEUED: elsewhere,
         }
 
     def _unanswered(self, rank: int, head: Entry, first: Mapping[int, Launch]) -> Reasons:
@@ -847,9 +853,9 @@ class JobState:
             elif mate is not None and first.get(peer, mate.launch) != mate.launch:
                 behind[peer] = None
         return {
-            "has not posted its side": list(lacking),
-            "has it queued behind another call": [] if lacking else list(behind),
-            "left a dump that is cut off": [] if lacking or behind else list(unknown),
+            NOT_POSTED: list(lacking),
+            QUEUED: [] if lacking else list(behind),
+            CUT: [] if lacking or behind else list(unknown),
         }
 
     @cached_property

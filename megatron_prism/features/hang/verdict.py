@@ -13,6 +13,7 @@ from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
 
 SCHEMA = "prism.diagnosis/1"
+OUTSIDE = "a group outside NCCL"  # gloo, the store: no recorder and no watchdog knows its calls
 JOB = "pretrain_gpt.py …"  # in a command, where the job's own line is not known
 
 
@@ -28,7 +29,12 @@ class Culprit:
 
 
 def _call_text(op: str, seq: int, group: str) -> str:
-    return f"{op} #{seq} of {group}" if op else ""
+    if not op:
+        return ""
+    # neither torch's own check nor a time-out outside NCCL says a number
+    if seq < 0:
+        return f"{op} of {group}"
+    return f"{op} #{seq} of {group}"
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,22 @@ them and says why.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import siblings
 from megatron_prism.features.hang.calls import CallPart, Calls, Entry, Launch
-from megatron_prism.features.hang.state import JobState, call_text, issue_order
+from megatron_prism.features.hang.state import (
+    CUT,
+    NO_DUMP,
+    NOT_COME,
+    NOT_POSTED,
+    QUEUED,
+    JobState,
+    call_text,
+    issue_order,
+)
 from megatron_prism.features.hang.verdict import Waiting
 
 _MAX_EDGES = 1_000_000  # waits that are looked at for the smallest circle
@@ -717,11 +726,44 @@ def waiting_ranks(state: JobState, blamed: Collection[int], cycle: Collection[in
         is_in_chain = rank in cycle or not set(blamed).isdisjoint(awaited)
         if not is_in_chain or len(chain) >= _MAX_CHAIN:
             continue
-        if len(awaited) > 1:
-            reason = reason.replace("has ", "have ", 1).replace("its side", "their sides")
         call = call_text(_lacking_message(state, rank, head))
-        chain.append(f"rank {rank} in {call}: {ranks_text(awaited)} {reason}")
+        predicate = _predicate(state, head, reason, awaited)
+        chain.append(f"rank {rank} in {call}: {ranks_text(awaited)} {predicate}")
     return WaitingRanks(tuple(victims), tuple(chain))
+
+
+_PLURALS = {
+    NOT_COME: "have not come",
+    NOT_POSTED: "have not posted their sides",
+    QUEUED: "have it queued behind another call",
+    CUT: "left dumps that are cut off",
+    "waits in another call": "wait in other calls",
+    "has no such message in its log": "have no such message in their logs",
+}
+
+
+def _predicate(state: JobState, head: Entry, reason: str, awaited: Sequence[int]) -> str:
+    """Say in words what keeps a call waiting, as far as it is known of the ranks it waits for.
+
+    Args:
+        state: The job.
+        head: The call.
+        reason: One of ``JobState.waits``.
+        awaited: The ranks.
+    """
+    dumps = [state.dumps[rank] for rank in awaited if rank in state.dumps]
+    words = reason
+    # nobody knows what a rank without a dump posted
+    if reason == NOT_POSTED and not dumps:
+        words = NO_DUMP
+    # a watchdog prints a call of its group alone
+    elif reason == NOT_POSTED and any(dump.version == "log" for dump in dumps):
+        words = "has no such message in its log"
+    elif reason == QUEUED and any(head.group in dump.assumed for dump in dumps):
+        words = "waits in another call"
+    if len(awaited) > 1:
+        words = _PLURALS.get(words, words)
+    return words
 
 
 def _lacking_message(state: JobState, rank: int, head: Entry) -> Entry:
