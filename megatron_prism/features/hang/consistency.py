@@ -498,7 +498,7 @@ def _contradict(state: JobState, group: Group, members: _MembersAtCall) -> bool:
     were_aborted = bool(ended) and not any(state.outstanding[rank] for rank in ended)
 
     # all came: it ended, and the counters of others are older
-    if not (absent or were_aborted) and state.dumps.keys() >= set(group.ranks):
+    if not (absent or were_aborted):
         return False
     if len(waiting) > max(1, len(ended)):
         return True

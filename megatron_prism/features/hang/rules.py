@@ -398,25 +398,38 @@ def late_hosts(judgement: Judgement) -> list[Culprit]:
 
 def stuck_devices(judgement: Judgement) -> list[Culprit]:
     """Find ranks that did not see the end of a call that needs everybody, though others did."""
-    incomplete = list(waits.incomplete_calls(judgement.state))
+    state = judgement.state
+    incomplete = list(waits.incomplete_calls(state))
     ranks_of_launch: dict[Launch, set[int]] = defaultdict(set)
+    ended_of_launch: dict[Launch, list[int]] = {}
     exchanges: set[Launch] = set()
     for rank, entry, _ in incomplete:
         ranks_of_launch[entry.launch].add(rank)
+        if entry.launch not in ended_of_launch:
+            members = state.groups[entry.group].ranks
+            ended = [member for member in members if state.is_over(member, entry)]
+            ended_of_launch[entry.launch] = ended
         if entry.op == "all_to_all":
             exchanges.add(entry.launch)
     culprits: list[Culprit] = []
     for rank, entry, last in incomplete:
+        ended = ended_of_launch[entry.launch]
+
         # of an all-to-all each waits for its pairs only
         ranks = ranks_of_launch[entry.launch]
         if len(ranks) > 1 and entry.launch in exchanges:
             judgement.suspect(ranks)
-            text = f"{call_text(entry)} ended on all members but {ranks_text(ranks)}: what one of "
-            text += "them sends another does not expect (splits), or their link stands still"
-            judgement.note(entry, text)
+            text = f"{call_text(entry)} ended on {ranks_text(ended)}, not on {ranks_text(ranks)}: "
+            text += "what one of these sends another does not expect (splits), or their link "
+            judgement.note(entry, text + "stands still")
             continue
-        reason = f"{call_text(entry)} ended on the others (up to #{last}), not on it: its device, "
-        reason += "its watchdog or the link to it"
+
+        # of others it is not known, or it did not end on these either
+        others_text = "the others"
+        if len(ended) < len(state.groups[entry.group].ranks) - 1:
+            others_text = ranks_text(ended)
+        reason = f"{call_text(entry)} ended on {others_text} (up to #{last}), not on it: "
+        reason += "its device, its watchdog or the link to it"
         judgement.note(entry, f"rank {rank}: {reason}")
         culprits.append(Culprit(rank, "device stuck", reason))
     return culprits

@@ -49,6 +49,27 @@ def test_calls_of_aborted_communicators_did_not_end(rank, how):
     assert len(said(found, "after its communicators were aborted")) == (not known)
 
 
+def test_a_call_that_ended_on_one_of_three_members_makes_no_dump_one_of_another_moment():
+    """gpu_error_1st of nvidia-resiliency-ext (devices 12 and 14 fail), the dumps of 10 and 15 lost:
+    a collective ended on 13 and not on 12 and 14.  The dump of 13 was set apart, and 12 named as a
+    host.  Nothing says that a member did not come, and rank 1 was not aborted.
+    """
+    dumps = {}
+    for rank in (0, 1, 2):
+        dump = Dump({"mp": [0, 1, 2, 3], "dp": [0, 1, 2, 3]})
+        dump.call("dp", "all_gather", done=True)
+        dump.call("dp", done=rank == 1)
+        dump.call("mp")
+        dumps[rank] = dump
+    _, found = verdict(dumps)
+    assert found.candidates == (0, 2)
+    assert not said(found, "another moment")
+    # rank 3 is not among the others: nothing is known of it
+    for rank in (0, 2):
+        text = f"rank {rank}: all_reduce #2 of DATA_PARALLEL_GROUP ended on rank 1 (up to #2), not"
+        assert said(found, text)
+
+
 @HOWS
 @pytest.mark.parametrize("ranks", [(9, 11), (9, 14), (9, 11, 14), (11, 12, 13, 14), (0, 3, 12)])
 def test_several_aborted_dumps_name_nobody_else(ranks, how):
