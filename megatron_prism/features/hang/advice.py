@@ -121,12 +121,17 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
     if verdict.exit_code != 3:
         return ""
     suspects: Collection[int] = verdict.candidates or [c.rank for c in verdict.culprits]
-    suspects = suspects or waits.last_waited_for(state) or state.missing or [0]
+    suspects = suspects or waits.last_waited_for(state) or state.missing or _silent(state)
+    waits_outside = any("outside NCCL" in line for line in verdict.evidence)
+    # time-outs ended the ranks that waited: they have no stack any more
+    if waits_outside and not suspects and state.has_only_logs:
+        return "what the other ranks printed: prism hang DIR with all logs in DIR"
+    suspects = suspects or [0]
 
     # what the evidence asks for
     if any("--then DIR" in line for line in verdict.evidence):
         return "prism hang DIR --then DIR2: dumps of the same job some seconds later"
-    if any("outside NCCL" in line for line in verdict.evidence):
+    if waits_outside:
         return _log_or_stack(state, suspects, stack_too=True)
     lacks_dump = any("and no dump" in line for line in verdict.evidence)
     if verdict.verdict == "missing dump" or lacks_dump:
@@ -135,11 +140,20 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
     return _missing_setting(state, programs)
 
 
+def _silent(state: JobState) -> list[int]:
+    """Return the ranks of the job of which there is neither a dump nor a line."""
+    known = state.dumps.keys() | state.observed.logged
+    return [rank for rank in range(state.observed.world) if rank not in known]
+
+
 def _missing_setting(state: JobState, programs: bool) -> str:
     """Return the command or setting that gives what the dumps lack."""
     only_logs = all(dump.version == "log" for dump in state.dumps.values())
     has_unknown_members = any(group.partial for group in state.groups.values())
     is_empty = not any(dump.entries or dump.status for dump in state.dumps.values())
+    silent = _silent(state)
+    if is_empty and 0 < len(silent) <= len(state.observed.logged):
+        return _log_or_stack(state, silent)
     if is_empty or only_logs and has_unknown_members:
         return "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 in the job: dumps"
     if not programs:

@@ -286,7 +286,9 @@ def _idle(judgement: Judgement) -> Diagnosis:
     if not is_empty and not is_partial:
         return Diagnosis("healthy", missing=(*missing, waits.UNSEEN))
     text = "no call is outstanding in the dumps that are there"
-    if is_empty:
+    if is_empty and state.has_only_logs:
+        text = "no line of the logs names a call or a counter"
+    elif is_empty:
         text = "no dump or log holds a call or a counter: the recorders were off"
     judgement.evidence.append(text)
     return Diagnosis(
@@ -328,7 +330,8 @@ def _nobody(judgement: Judgement) -> Diagnosis:
         _show_ends(judgement, complete_calls, ends)
 
     verdict = "undetermined"
-    is_deadlock = bool(cycle) and not any(state.waits(rank)[0] == QUEUED for rank in cycle)
+    reasons = [state.waits(rank)[0] for rank in cycle]
+    is_deadlock = bool(cycle) and QUEUED not in reasons
     if mismatches:
         verdict = "mismatch"
     elif is_deadlock:

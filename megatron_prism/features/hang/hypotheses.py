@@ -746,7 +746,8 @@ class _Explainer:
             else:
                 behind |= dict.fromkeys([rank, *awaited])
         suspects |= behind
-        return [rank for rank in suspects if rank in state.dumps][:_MAX_SUSPECTS]
+        with_dumps = [rank for rank in suspects if rank in state.dumps]
+        return with_dumps[:_MAX_SUSPECTS]
 
     def _devices(self, rank: int) -> Iterator[_Hypothesis]:
         """Let the device of ``rank`` never come to a call at which its dump may stand."""

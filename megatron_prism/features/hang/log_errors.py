@@ -24,6 +24,9 @@ _OF_OTHERS = re.compile(
     r"SystemExit|KeyboardInterrupt|collective operation timeout|recvValue failed|monitoredBarrier|"
     r"Detected mismatch between collectives", re.IGNORECASE
 )  # fmt: skip
+_GONE = re.compile(
+    r"Connection (?:closed|reset)|Broken pipe|remote process exited", re.IGNORECASE
+)  # of those: another process ended, or its network
 _CHAIN = re.compile(r"(?:During handling of the above|The above) exception")
 LOGGED = "it was logged"  # the one reason that does not prove that the rank went on
 _BEFORE = (
@@ -53,6 +56,11 @@ class Raised:
     kind: str
     text: str
     handled: str = ""
+
+    @property
+    def says_others_are_gone(self) -> bool:
+        """Whether it says that another process, or the network to it, is gone."""
+        return not self.kind and _GONE.search(self.text) is not None
 
 
 @dataclass

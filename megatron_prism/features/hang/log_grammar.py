@@ -94,6 +94,27 @@ LINES = (
         ),
     ),
     _line(
+        says=Says.PEER_GONE,
+        word="remote process exited",
+        pattern=r"thread terminated with exception: (NCCL error: remote process exited[^,\n]*)",
+        source="NCCL ncclCommWatchdog and getNcclErrorDetailStr (NCCLUtils.cpp), 2.0 on",
+        example=(
+            "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with "
+            "exception: NCCL error: remote process exited or there was a network error, NCCL "
+            "version 2.21.5"
+        ),
+    ),
+    _line(
+        says=Says.JOINED,
+        word="clients joined",
+        pattern=r"waiting for clients\. \d+/(\d+) clients joined",
+        source="TCPStore.cpp waitForWorkers, 1.9 on",
+        example=(
+            "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. "
+            "7/8 clients joined."
+        ),
+    ),
+    _line(
         says=Says.EVIDENCE,
         word="watchdog got stuck",
         pattern=(
@@ -162,6 +183,13 @@ LINES = (
         pattern=r"^\s*(?P<name>rank|exitcode)\s*: (?P<number>-?\d+)",
         source="torch/distributed/elastic/multiprocessing/errors, ChildFailedError; lzhxmu/CPPO#6",
         example="  exitcode  : -9 (pid: 14750)",
+    ),
+    _line(
+        says=Says.ROOT_CAUSE,
+        word="Root Cause",
+        pattern=r"Root Cause \(first observed failure\)",
+        source="torch/distributed/elastic/multiprocessing/errors, ChildFailedError",
+        example="Root Cause (first observed failure):",
     ),
     _line(
         says=Says.EVIDENCE,

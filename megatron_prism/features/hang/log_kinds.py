@@ -17,11 +17,14 @@ class Says(Enum):
     DIFFER = auto()  # two ranks make different calls, by torch's own check
     ABSENT = auto()  # a rank did not come to a monitored barrier
     DEVICE = auto()  # the watchdog ended by an error of the device
+    PEER_GONE = auto()  # the watchdog ended because another process did, or its network
+    JOINED = auto()  # how many ranks came to the store, and how many the job has
     KILLED = auto()  # the kernel killed a process
     TASKS = auto()  # tasks of srun ended: numbers, cause
     ACTOR_DIED = auto()  # an actor of Ray died: its process is named there, or in a later line
     PROCESS = auto()  # the process of the actor that died
     REPORT = auto()  # a row of torchrun's report of failures
+    ROOT_CAUSE = auto()  # the rows that follow are of the first failure
     LAUNCHER_ENDS = auto()  # the launcher ends what still runs
     EVIDENCE = auto()  # of the job: shown as it is
     STARTS = auto()  # the job, or an attempt of it, starts

@@ -253,6 +253,13 @@ class Speakers:
                 ranks.add(rank)
         return ranks.pop() if len(ranks) == 1 else None
 
+    def unknown_actor(self, line: str) -> tuple[str, str]:
+        """Return the actor of Ray that speaks, of which no rank is known, and what it says."""
+        actor = _ACTOR.search(line)
+        if actor is None:
+            return "", line
+        return actor[1], line[actor.end() :].lstrip()
+
     def of(self, line: str) -> tuple[int | None, str]:
         """(the global rank that speaks, what is left of the line)."""
         rank, rest = _marked(line)
@@ -362,4 +369,6 @@ def _continues(before: str, length: int, line: str, width: int) -> bool:
     open_messages = [
         end for begin, end in _BEGUN if begin.search(before) and not end.search(before)
     ]
-    return bool(open_messages) or 0 < width == length
+    # the longest lines of several ranks are as long as each other without any screen
+    is_cut = 0 < width == length and not _WHOLE.search(before)
+    return bool(open_messages) or is_cut

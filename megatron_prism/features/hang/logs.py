@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import DumpError, PrismError
-from megatron_prism.core.world import World
+from megatron_prism.core.world import World, ranks_text
 from megatron_prism.features.hang import log_grammar, log_lines
 from megatron_prism.features.hang.attempts import Record, last_attempt
 from megatron_prism.features.hang.calls import Calls, Entry
@@ -75,7 +75,14 @@ _STEPS = {"recv_forward": ("recv", -1), "send_forward": ("send", 1),
 _EVIDENCE = 4  # lines of evidence that are shown
 _MOST_PARTS = 4096  # tasks of one line
 _OF_JOB = (Says.EVIDENCE, Says.STARTS, Says.DEDUPLICATED, Says.ABSENT)
-_OF_LAUNCHERS = (Says.REPORT, Says.TASKS, Says.LAUNCHER_ENDS, Says.ACTOR_DIED, Says.PROCESS)
+_OF_LAUNCHERS = (
+    Says.REPORT,
+    Says.ROOT_CAUSE,
+    Says.TASKS,
+    Says.LAUNCHER_ENDS,
+    Says.ACTOR_DIED,
+    Says.PROCESS,
+)
 
 
 @dataclass(frozen=True)
@@ -209,8 +216,11 @@ class _Log:
         self.tracebacks: dict[int, Tracebacks] = defaultdict(Tracebacks)
         self.main_thread: set[int] = set()  # ranks of which that stack is being read
         self.native: LoggedCall | None = None  # the call of which torch's stack is being read
+        # of lines of which nobody knows the rank, by actors of Ray
+        self.unmarked: dict[str, Tracebacks] = defaultdict(Tracebacks)
         self.noted: list[tuple[int, int, int, float, object]] = []
         self.report: dict[str, int] = {}  # rows of torchrun's report of one failure
+        self.is_root_cause = False  # whether that is the first failure
         self.launcher_ends = False  # whether the launcher ends what still runs
         self.actor_died = False  # whether the next process that is named is of a dead actor
 
@@ -235,6 +245,10 @@ class _Log:
             if rank is not None:
                 self.job.logged.add(rank)
                 self._python(rank, rest)
+            # torchrun's table says whose its traceback is
+            elif "traceback :" not in line:
+                actor, said = speakers.unknown_actor(rest)
+                self.unmarked[actor].read(said)
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -249,6 +263,14 @@ class _Log:
                 call = value.group, value.failed
             self.job.records.append(Record(rank, self.number, line, value, fired_s, issued_s, call,
                                            start, self.attempt))  # fmt: skip
+        # torch marks lines from init_process_group on: what ended a rank before has no mark
+        for actor, tracebacks in self.unmarked.items():
+            process = "a process whose rank is not printed"
+            if actor:
+                process += f" ({actor})"
+            for raised in tracebacks.raised:
+                if raised.kind in ("exception", "out of memory") and not raised.handled:
+                    self.job.unmarked.append(f"{process}: {raised.text}")
 
     def _note(self, rank: int, value: object) -> None:
         self.noted.append((rank, self.line, self.starts, self.fired_s, value))
@@ -283,6 +305,10 @@ class _Log:
         if len(self.report) < 2:
             return
         rank, code = self.report.pop("rank"), self.report.pop("exitcode")
+        # its other failures may be consequences of this one
+        if self.is_root_cause:
+            self.is_root_cause = False
+            self.job.first_failures[rank] = code
         signal = _SHELL - code if code > _SHELL else code
         if signal in _SIGNALS:
             self.job.logged.add(rank)
@@ -327,6 +353,8 @@ class _Log:
         sizes = text.startswith("using world size")
         if not sizes or self.sized:
             self.starts += 1
+            self.unmarked.clear()
+            self.job.first_failures.clear()
             self.launcher_ends = False  # that was the attempt before
         self.sized |= sizes
 
@@ -379,6 +407,10 @@ class _Log:
             self.native = self.calls[rank][-1] if self.calls[rank] else None
         elif says is Says.DIFFER:
             self._note(rank, _differ(rank, match))
+        elif says is Says.PEER_GONE:
+            self._note(rank, Raised("", match[1]))
+        elif says is Says.JOINED:
+            self.job.joined = int(match[1][:9])
         elif says is Says.DEVICE:
             self._note(rank, RankEvent("exception", f"{match[1][:200]} in its NCCL watchdog"))
         elif says is Says.KILLED:
@@ -388,6 +420,9 @@ class _Log:
         """Read a line of a launcher: it names ranks in its own way."""
         if says is Says.REPORT:
             self._read_report(match)
+        elif says is Says.ROOT_CAUSE:
+            self.is_root_cause = True
+            self.report.clear()
         elif says is Says.TASKS:
             self._read_tasks(match, text)
         elif says is Says.LAUNCHER_ENDS:
@@ -487,6 +522,10 @@ class _Job:
         self.stacks: dict[int, list[str]] = defaultdict(list)
         self.descs: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
+        self.first_failures: dict[int, int] = {}  # rank -> exit code, by torchrun's tables
+        self.joined = 0  # how many ranks the job has, by its store
+        self.gone: dict[str, list[int]] = defaultdict(list)  # what says that others are gone
+        self.unmarked: list[str] = []  # exceptions of processes that nobody names
         self.evidence: list[str] = []
         self.notes: list[str] = []  # what the logs lack
         self.logged: set[int] = set()
@@ -508,13 +547,32 @@ class _Job:
             happened = (*speaker.events, *_standing(speaker.stack))
             if happened:
                 events[rank] = happened
+        self.evidence += dict.fromkeys(self.unmarked)
+        for rank, code in self.first_failures.items():
+            self._add_first_failure(rank, code)
+        # behind a time-out all connections close: then it says nothing
+        if not any(speaker.calls or speaker.counts for speaker in self.ranks.values()):
+            for text, ranks in self.gone.items():
+                ranks_of_text = sorted(set(ranks))
+                self.evidence.append(f"{ranks_text(ranks_of_text)}: {text}")
         if self.deduplicated:
             self.notes.append("Ray left out like lines of other ranks: RAY_DEDUP_LOGS=0 shows all")
         evidence = tuple(dict.fromkeys(self.evidence))[:_EVIDENCE]
         return DumpSet(dumps, events=events, evidence=(*self.notes, *evidence),
                        waits=tuple(self._waits(groups)), differ=tuple(self.differ),
                        absent=tuple(sorted(self.absent)), logged=frozenset(self.logged),
-                       world=self.sizes.get("size", 0), cut_log=self.cut_log)  # fmt: skip
+                       world=self.sizes.get("size", self.joined), cut_log=self.cut_log)  # fmt: skip
+
+    def _add_first_failure(self, rank: int, code: int) -> None:
+        """Add the exit code of the first rank of a node that ended, if nothing else says how.
+
+        Watchdogs end their process by SIGABRT; signals have events of their own.
+        """
+        speaker = self.ranks[rank]
+        if code <= 0 or code > _SHELL or speaker.calls or speaker.events:
+            return
+        text = f"rank {rank} ended first on its node, with exit code {code} (torchrun's table)"
+        self.evidence.append(text)
 
     def _tell_ranks(self) -> None:
         """Give each rank what it printed in the last attempt."""
@@ -540,6 +598,8 @@ class _Job:
                 speaker.events.append(RankEvent(kind, f"{value.text} ({value.handled})"))
             elif isinstance(value, Raised) and value.kind:
                 speaker.events.append(RankEvent(value.kind, value.text))
+            elif isinstance(value, Raised) and value.says_others_are_gone:
+                self.gone[value.text].append(record.rank)
             elif isinstance(value, Died):
                 died.append((record.rank, value))
         for rank, death in died:

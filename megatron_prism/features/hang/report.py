@@ -120,8 +120,8 @@ def _plain(text: str) -> str:
 # kind of culprit -> what happened, in words; the other kinds are a field that differs
 _SENTENCES = {
     "host stuck": "{ranks} never issued this call: the host stands elsewhere",
-    "device stuck": "{ranks} issued this call, and the device never started it",
-    "missing dump": "{ranks} left no dump: the process died, or could not write one",
+    "device stuck": "{ranks} issued this call, and the device did not finish it",
+    "missing dump": "{ranks} left no dump: the process died, or its file is lost or not there",
     "order": "{ranks} made these calls in another order than the other ranks",
     "groups": "{ranks} list other members of their groups than the rest: other parallel sizes",
     "extra call": "{ranks} made a call that nobody else makes",

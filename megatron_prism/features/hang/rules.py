@@ -172,6 +172,11 @@ def failed_processes(judgement: Judgement) -> list[Culprit]:
         for event in events:
             if event.kind in PLACES or rank in failures:
                 continue
+            # its watchdog printed the call, so the process was alive when time was out
+            if event.kind == "killed" and _waits_like_others(judgement, rank, event):
+                text = f"rank {rank} waited as others do before it ended: {event.text}"
+                judgement.evidence.append(text)
+                continue
             if event.kind == "handled" or _waits_like_others(judgement, rank, event):
                 judgement.evidence.append(f"rank {rank} went on after an exception: {event.text}")
             elif event.kind == "logged":
@@ -192,12 +197,13 @@ def failed_processes(judgement: Judgement) -> list[Culprit]:
 
 
 def _waits_like_others(judgement: Judgement, rank: int, event: RankEvent) -> bool:
-    """Tell whether a rank of which an exception is printed waits in a call as the others do.
+    """Tell whether a rank that failed waits in a call as the others do.
 
-    It handled the exception then, unless others wait for this rank, and would go on with it.
+    It handled its exception then, or was killed later, unless others wait for this rank, and would
+    go on with it.
     """
     state = judgement.state
-    if event.kind not in _OF_PYTHON or "NCCL watchdog" in event.text:
+    if event.kind not in (*_OF_PYTHON, "killed") or "NCCL watchdog" in event.text:
         return False
     if not state.outstanding.get(rank) and rank not in state.hidden:
         return False
@@ -379,6 +385,9 @@ def late_hosts(judgement: Judgement) -> list[Culprit]:
         if rank in excused:
             continue
         kind, deed, reason = "host stuck", "never came to", "it waits for nobody"
+        # the counters of a log are of one group
+        if state.dumps[rank].version == "log" and entry.group in state.dumps[rank].assumed:
+            reason = "its log names no call in which it waits"
         if rank not in judgement.idle_hosts:
             reason = "ranks with the same calls outstanding went on"
             if state.skipped(rank, entry):

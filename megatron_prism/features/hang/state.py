@@ -913,7 +913,7 @@ class JobState:
         for dump in self.dumps.values():
             notes_of_dumps.update(dump.notes)
         texts += sorted(notes_of_dumps)
-        if self.dumps and all(dump.version == "log" for dump in self.dumps.values()):
+        if self.has_only_logs:
             # nothing more is in a log, whatever the recorders are told
             settings = "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
             texts.append(f"dumps: next time {settings}")
@@ -926,6 +926,13 @@ class JobState:
         if not self._any_call(lambda part: part.state == "started"):
             texts.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
         return tuple(texts)
+
+    @property
+    def has_only_logs(self) -> bool:
+        """Whether all that is known is of logs."""
+        if not self.dumps:
+            return bool(self.observed.logged)
+        return all(dump.version == "log" for dump in self.dumps.values())
 
     def _lacking_of_ranks(self) -> list[str]:
         """Say which ranks left no dump, or one that lacks something."""
@@ -945,6 +952,8 @@ class JobState:
         mute_ranks = self.mute()
         if mute_ranks:
             text = f"counters of {ranks_text(mute_ranks)}: their recorders were off or new"
+            if all(self.dumps[rank].version == "log" for rank in mute_ranks):
+                text = f"counters of {ranks_text(mute_ranks)}, which the log does not have"
             texts.append(text)
         short_rings = self.hidden.difference(cut_ranks)
         if short_rings and not all(dump.version == "log" for dump in dumps):

@@ -92,6 +92,22 @@ def test_a_log_does_not_say_which_messages_a_rank_did_not_post(tmp_path):
     assert not any("posted" in line for line in found.chain)
 
 
+SIGNAL = (
+    "[rank{rank}]:[E1125 09:00:02.1 ProcessGroupNCCL.cpp:1743] [PG ID 0 PG GUID 0(default_pg) Rank "
+    "{rank}] Received a dump signal due to a collective timeout from  rank 2 and we will try our "
+    "best to dump the debug info. Last enqueued NCCL work: 76, last completed NCCL work: 76.\n"
+)
+
+
+def test_counters_of_the_world_do_not_say_that_a_rank_waits_for_nobody(tmp_path):
+    """The dump signal of HeartbeatMonitor has the counters of the default group alone."""
+    text = sizes(4, tp=2) + call(2, 501, name="5", desc="TENSOR_MODEL_PARALLEL_GROUP", place=0)
+    found = judged(tmp_path, job=text + "".join(SIGNAL.format(rank=rank) for rank in range(4)))
+    assert [culprit.rank for culprit in found.culprits] == [3]
+    expected = "rank 3 never came to all_reduce #501 of TENSOR_MODEL_PARALLEL_GROUP; its log names "
+    assert expected + "no call in which it waits" in found.evidence
+
+
 # -- whose a file is ------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["node_rank_1", "machine-rank1", "NODE_RANK=1", "job-rank1-of-2"])
 def test_the_number_of_a_node_in_the_name_of_a_file_is_no_rank(name, tmp_path):
@@ -136,3 +152,121 @@ def test_ranks_that_wait_alike_outside_nccl_are_one_line(tmp_path):
     lines = [line for line in found.evidence if "outside NCCL" in line]
     assert len(lines) == 1
     assert lines[0].startswith("ranks 0-2 wait outside NCCL, in gather of save")
+
+
+# -- ranks that end before any call ---------------------------------------------------------------
+STORE = (
+    "[rank{rank}]: Traceback (most recent call last):\n"
+    '[rank{rank}]:   File "pretrain_gpt.py", line 300, in <module>\n'
+    '[rank{rank}]:   File "torch/distributed/distributed_c10d.py", line 9, in init_process_group\n'
+    "[rank{rank}]: torch.distributed.DistStoreError: Timed out after 601 seconds waiting for "
+    "clients. 3/4 clients joined.\n"
+)
+GONE = (
+    "[rank{rank}]:[E1125 09:00:01.5 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank "
+    "{rank}] Process group watchdog thread terminated with exception: NCCL error: remote process "
+    "exited or there was a network error, NCCL version 2.21.5\n"
+)
+
+
+def test_what_ended_a_process_before_torch_marks_its_lines_is_shown(tmp_path):
+    """torch marks lines since init_process_group (_maybe_set_excepthook of distributed_c10d.py)."""
+    text = TRACEBACK.format(error="ModuleNotFoundError: No module named 'foo'")
+    text += "".join(STORE.format(rank=rank) for rank in (0, 1, 3))
+    found = judged(tmp_path, job=text)
+    assert any(
+        line.startswith("a process whose rank is not printed: ModuleNotFoundError")
+        for line in found.evidence
+    )
+    # the store knows how many ranks there are (TCPStore.cpp, waitForWorkers)
+    assert found.candidates == (2,)
+    assert found.decides.startswith("the log of rank 2")
+
+
+def test_an_exception_of_an_earlier_attempt_is_none_of_the_last_one(tmp_path):
+    text = TRACEBACK.format(error="ValueError: bad sample")
+    text += "[default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
+    found = judged(tmp_path, job=text + call(0) + call(1))
+    assert "ValueError" not in str(found)
+
+
+def test_the_traceback_of_torchruns_table_is_no_process_without_a_rank(tmp_path):
+    table = "  rank      : 3 (local_rank: 3)\n  exitcode  : 1 (pid: 7)\n  traceback : "
+    found = judged(tmp_path, job=call(0) + table + TRACEBACK.format(error="ValueError: bad"))
+    assert "rank is not printed" not in str(found)
+
+
+def test_ranks_whose_peer_is_gone_say_so_and_no_recorder_is_blamed(tmp_path):
+    gone = "".join(GONE.format(rank=rank) for rank in (0, 1, 3))
+    found = judged(tmp_path, job=sizes(4) + gone)
+    assert "ranks 0,1,3: NCCL error: remote process exited or there was a network error" in (
+        found.evidence
+    )
+    assert "recorders were off" not in str(found)
+    assert not any("TORCH_INCLUDE_STACK_TRACE" in line for line in found.missing)
+    assert found.decides.startswith("the log of rank 2")
+
+
+def test_a_peer_that_is_gone_is_no_evidence_behind_a_time_out(tmp_path):
+    found = judged(tmp_path, job=sizes(4) + call(0) + call(1) + GONE.format(rank=3))
+    assert "remote process exited" not in str(found)
+
+
+def test_a_rank_without_counters_in_a_log_has_no_recorder_that_was_off(tmp_path):
+    error = "[rank2]: Traceback (most recent call last):\n[rank2]: ValueError: bad\n"
+    found = judged(tmp_path, job=sizes(4) + call(0) + call(1) + call(3) + error)
+    assert [culprit.rank for culprit in found.culprits] == [2]
+    assert "counters of rank 2, which the log does not have" in found.missing
+
+
+def test_where_all_ranks_that_print_waited_outside_nccl_no_stack_is_asked_for(tmp_path):
+    """Their processes ended with the time-out."""
+    found = judged(tmp_path, job="".join(GLOO.format(rank=rank) for rank in (0, 1)))
+    assert found.decides == "what the other ranks printed: prism hang DIR with all logs in DIR"
+
+
+# -- what launchers say of ranks ------------------------------------------------------------------
+TABLE = (
+    "Failures:\n[1]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : -6 (pid: 124)\n"
+    "Root Cause (first observed failure):\n[0]:\n"
+    "  rank      : 2 (local_rank: 2)\n  exitcode  : {code} (pid: 123)\n"
+)
+
+
+def test_a_rank_whose_watchdog_spoke_was_killed_after_the_others_waited(tmp_path):
+    """All four wait in one call: a SIGKILL is no reason of that."""
+    waiting = "".join(call(rank) for rank in range(4))
+    found = judged(tmp_path, job=sizes(4) + waiting + TABLE.format(code=-9))
+    assert not found.culprits
+    text = "rank 2 waited as others do before it ended: killed (SIGKILL) (torchrun's table)"
+    assert text in found.evidence
+
+
+def test_a_rank_that_others_wait_for_and_that_was_killed_is_the_culprit(tmp_path):
+    waiting = "".join(call(rank) for rank in (0, 1, 3))
+    found = judged(tmp_path, job=sizes(4) + waiting + TABLE.format(code=-9))
+    assert [(culprit.rank, culprit.kind) for culprit in found.culprits] == [(2, "killed")]
+
+
+@pytest.mark.parametrize(("code", "shown"), [(1, True), (-6, False), (134, False)])
+def test_the_exit_code_of_the_first_failure_is_shown(code, shown, tmp_path):
+    """Watchdogs end their processes by SIGABRT (6): that says nothing."""
+    waiting = "".join(call(rank) for rank in (0, 1, 3))
+    found = judged(tmp_path, job=sizes(4) + waiting + TABLE.format(code=code))
+    text = "rank 2 ended first on its node, with exit code 1 (torchrun's table)"
+    assert (text in found.evidence) == shown
+
+
+def test_an_actor_of_ray_whose_rank_is_not_known_is_shown_with_its_exception(tmp_path):
+    """Its lines follow lines of several ranks that are as long as each other, as on a screen."""
+    waiting = ""
+    for rank in (0, 1, 3):
+        actor = f"(WorkerDict pid=400{rank}, ip=10.0.0.4) "
+        waiting += "".join(f"{actor}{line}\n" for line in call(rank).splitlines())
+    actor = "(WorkerDict pid=4002, ip=10.0.0.4) "
+    error = TRACEBACK.format(error="ValueError: bad reward")
+    raised = "".join(f"{actor}{line}\n" for line in error.splitlines())
+    found = judged(tmp_path, job=waiting + raised)
+    process = "a process whose rank is not printed (WorkerDict pid=4002, ip=10.0.0.4)"
+    assert any(line.startswith(f"{process}: ValueError: bad reward") for line in found.evidence)
+    assert not found.culprits
