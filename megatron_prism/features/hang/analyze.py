@@ -61,9 +61,9 @@ def diagnose_dumps(observed: DumpSet, then: DumpSet | None = None) -> Diagnosis:
 
 
 def _stands_still(observed: DumpSet) -> bool:
-    """Tell whether all that is known is of logs in which watchdogs fired: the job does not run."""
+    """Tell whether all that is known is of logs in which time was out: the job does not run."""
     only_logs = all(dump.version == "log" for dump in observed.dumps.values())
-    return only_logs and bool(observed.waits)
+    return only_logs and bool(observed.waits or observed.absent)
 
 
 def _begin(parted: consistency.ConsistentDumps) -> Judgement:

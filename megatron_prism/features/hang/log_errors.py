@@ -28,6 +28,7 @@ _GONE = re.compile(
     r"Connection (?:closed|reset)|Broken pipe|remote process exited", re.IGNORECASE
 )  # of those: another process ended, or its network
 _CHAIN = re.compile(r"(?:During handling of the above|The above) exception")
+WENT_ON = "it went on"  # the rank ended an iteration afterwards
 LOGGED = "it was logged"  # the one reason that does not prove that the rank went on
 _BEFORE = (
     (re.compile(r"Exception ignored in"), "it was ignored"),
@@ -99,7 +100,7 @@ class Tracebacks:
         """Take all exceptions so far as handled: the rank ended an iteration after them."""
         for raised in self.raised:
             if raised.handled in ("", LOGGED):
-                raised.handled = "it went on"
+                raised.handled = WENT_ON
 
     def _begin(self, line: str) -> None:
         before = line.partition("Traceback")[0].strip() or self._last

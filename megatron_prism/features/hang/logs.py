@@ -127,9 +127,13 @@ def _standing(stack: list[str]) -> Iterator[RankEvent]:
     store, or at work of its own.
     """
     calls = [frame for frame in stack if "torch/distributed" in frame]
+    # c10d_logger.py wraps most functions: it says nothing of the call
+    calls = [frame for frame in calls if not frame.startswith("wrapper ")] or calls
     own = [frame for frame in stack if "torch/distributed" not in frame]
     if calls:
-        site = next(iter(stack[stack.index(calls[-1]) + 1 :]), "its script")
+        outer = stack[stack.index(calls[-1]) + 1 :]
+        callers = [frame for frame in outer if "torch/distributed" not in frame]
+        site = next(iter(callers), "its script")
         yield RankEvent("in a call", f"{calls[-1].partition(' ')[0]} of {site}: its stack")
     elif own:
         yield RankEvent("at work", " < ".join(own[:4]))

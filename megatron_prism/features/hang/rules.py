@@ -19,6 +19,7 @@ from megatron_prism.features.hang import siblings, waits
 from megatron_prism.features.hang.calls import Entry, Launch
 from megatron_prism.features.hang.consistency import ConsistentDumps
 from megatron_prism.features.hang.dumps import RankEvent
+from megatron_prism.features.hang.log_errors import WENT_ON
 from megatron_prism.features.hang.mismatch import Mismatch
 from megatron_prism.features.hang.state import JobState, call_text, issue_order
 from megatron_prism.features.hang.verdict import Culprit
@@ -178,7 +179,12 @@ def failed_processes(judgement: Judgement) -> list[Culprit]:
                 judgement.evidence.append(text)
                 continue
             if event.kind == "handled" or _waits_like_others(judgement, rank, event):
-                judgement.evidence.append(f"rank {rank} went on after an exception: {event.text}")
+                went_on = bool(state.outstanding.get(rank)) or WENT_ON in event.text
+                deed = "went on after an exception"
+                # nobody knows what it did then
+                if not went_on:
+                    deed = "had an exception that did not end it"
+                judgement.evidence.append(f"rank {rank} {deed}: {event.text}")
             elif event.kind == "logged":
                 text = f"rank {rank} logged an exception, which perhaps ended nothing: {event.text}"
                 judgement.evidence.append(text)

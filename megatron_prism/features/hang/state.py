@@ -334,7 +334,10 @@ class JobState:
                     unlisted[part.group][caller_alone] += 1
 
         groups: dict[str, Group] = {}
-        for name, versions in {**listed, **unlisted}.items():
+        for name, written in {**listed, **unlisted}.items():
+            # a log lists the ranks that speak of the group: a dump knows its members
+            whole = Counter({group: n for group, n in written.items() if not group.partial})
+            versions = whole or written
             group, _ = versions.most_common(1)[0]
             largest = max(len(version.ranks) for version in versions)
             if len(versions) > 1 and largest == 1:

@@ -5,9 +5,11 @@ test_two_h100.py), of which a test has the lines that count.
 """
 
 import pytest
+from helpers.dump_values import Dump
 
 from megatron_prism.features.hang.analyze import diagnose_dumps
-from megatron_prism.features.hang.logs import read_logs
+from megatron_prism.features.hang.dumps import DumpSet, of_value
+from megatron_prism.features.hang.logs import read_logs, together
 
 SIZES = (
     "using world size: {world}, data-parallel size: {dp}, context-parallel size: 1, "
@@ -270,3 +272,45 @@ def test_an_actor_of_ray_whose_rank_is_not_known_is_shown_with_its_exception(tmp
     process = "a process whose rank is not printed (WorkerDict pid=4002, ip=10.0.0.4)"
     assert any(line.startswith(f"{process}: ValueError: bad reward") for line in found.evidence)
     assert not found.culprits
+
+
+# -- what became of a rank, and of the job --------------------------------------------------------
+def test_a_silent_rank_is_not_said_to_have_gone_on_after_an_exception_of_a_thread(tmp_path):
+    mark = "[rank1]: "
+    error = "Exception in thread Thread-5 (run):\n" + TRACEBACK.format(error="OSError: boom")
+    raised = "".join(f"{mark}{line}\n" for line in error.splitlines())
+    found = judged(tmp_path, job=sizes(4) + raised + call(0) + call(2) + call(3))
+    assert "went on" not in str(found)
+    assert any(line.startswith("rank 1 had an exception that did not") for line in found.evidence)
+
+
+def test_no_second_set_of_dumps_is_asked_for_where_a_monitored_barrier_failed(tmp_path):
+    error = "[rank0]: RuntimeError: Rank 2 failed to pass monitoredBarrier in 60000 ms\n"
+    found = judged(tmp_path, job=sizes(4) + error)
+    assert [culprit.rank for culprit in found.culprits] == [2]
+    assert not any("--then" in line for line in found.missing)
+
+
+def test_dumps_say_who_is_in_a_group_where_more_logs_than_dumps_speak_of_it(tmp_path):
+    """A log lists the ranks that speak: the dumps do not disagree with it."""
+    dumps = {}
+    for rank in (0, 1):
+        dump = Dump({"mp": range(8)})
+        dump.call("mp", done=True, count=76)
+        dump.call("mp")
+        dumps[rank] = of_value(dump.value(), rank)
+    log = tmp_path / "job.log"
+    log.write_text("".join(call(rank, name="400", size=8) for rank in (2, 3, 4, 6, 7)))
+    found = diagnose_dumps(together(DumpSet(dumps), [log]))
+    assert not any("disagree" in line for line in found.missing)
+    assert [culprit.rank for culprit in found.possibly] == [5]
+
+
+def test_the_call_of_a_stack_is_no_wrapper_of_torch(tmp_path):
+    """py-spy prints the wrapper of c10d_logger.py around most functions of torch.distributed."""
+    stack = (
+        'Thread 123 (idle): "MainThread"\n    barrier (torch/distributed/distributed_c10d.py:3)\n'
+        "    wrapper (torch/distributed/c10d_logger.py:3)\n    save (train.py:5)\n"
+    )
+    found = judged(tmp_path, rank2=stack)
+    assert "rank 2: barrier of save (train.py:5): its stack" in found.evidence
