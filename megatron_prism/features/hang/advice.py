@@ -61,9 +61,29 @@ def first_watchdog(state: JobState) -> str:
     after_s = (first.due_ns - oldest_ns) / 1e9
     is_in_batch = bool(is_batched(state, first.rank, first.entry))
     return (
-        f"rank {first.rank}, {after_s:.1f} s after the first call that waits was issued: "
+        f"rank {first.rank}{_others_due(state, deadlines, first)}, {after_s:.1f} s after the first "
+        f"call that waits was issued: "
         f"{_watchdog_message(first.rank, first.entry, is_in_batch)}{_unlike_timeouts(state)}"
     )
+
+
+_LOOK_NS = 10**8  # a watchdog looks every 100 ms (kWatchdogThreadSleepMillis)
+
+
+def _others_due(state: JobState, deadlines: Sequence[_Deadline], first: _Deadline) -> str:
+    """Say whose watchdog may fire before the one whose call is due first; "" where none may."""
+    others: list[int] = []
+    for deadline in deadlines:
+        if deadline.rank != first.rank and deadline.due_ns - first.due_ns < _LOOK_NS:
+            others.append(deadline.rank)
+    clauses: list[str] = []
+    if others:
+        clauses.append(f"or {ranks_text(sorted(set(others)))}, due within 0.1 s")
+    if state.missing:
+        clauses.append("of those with a dump")
+    if not clauses:
+        return ""
+    return f" ({'; '.join(clauses)})"
 
 
 def _unlike_timeouts(state: JobState) -> str:
@@ -90,12 +110,19 @@ def _unlike_timeouts(state: JobState) -> str:
     return f" ({'; '.join(unlike)}; the others {usual_ms / 1e3:,.0f} s)"
 
 
+# ProcessGroupNCCL.cpp: collectiveCoalesced of reduce_scatter_tensor_coalesced and the like
+_COALESCED = ("all_reduce", "all_gather", "reduce_scatter")
+
+
 def _watchdog_message(rank: int, entry: Entry, is_in_batch: bool) -> str:
     """Return what the watchdog of ``rank`` prints about a call, or the batch in which it is."""
     inputs, outputs = sum(entry.numbers[0]), sum(entry.numbers[1])
     kind = op_type(entry.op)
     if is_in_batch:
         kind = "COALESCED"
+    # what a coalescing manager joins has the recorder's name of its kind, and this one in a log
+    elif entry.op in _COALESCED:
+        kind += " or COALESCED"
     if is_in_batch and entry.pair:
         inputs = outputs = 0
     return (
@@ -186,9 +213,10 @@ def _log_or_stack(state: JobState, suspects: Collection[int], stack_too: bool = 
     if without_log:
         stacks = f"py-spy dump > DIR/rank{min(without_log)}.txt"
         ranks = ranks_text(without_log)
-        return f"the log of {ranks}, if there is one, or a stack ({stacks}): prism hang DIR"
+        stack = f"a stack while it hangs ({stacks})"
+        return f"the log of {ranks}, if there is one, or {stack}: prism hang DIR"
     stacks = f"py-spy dump > DIR/rank{min(suspects)}.txt"
-    return f"the stack of {ranks_text(suspects)} ({stacks}): prism hang DIR"
+    return f"the stack of {ranks_text(suspects)} ({stacks}), while it hangs: prism hang DIR"
 
 
 # -- where to stop the culprits -------------------------------------------------------------------

@@ -179,6 +179,9 @@ def _doubt_of_running(
     state = parted.state
     late = f"those who look late ({ranks_text(suspects)})"
     again = "perhaps the job was running: a second set of dumps, --then DIR, tells"
+    # watchdogs fired, and the job has ended
+    if state.has_only_logs and state.observed.waits:
+        again = "perhaps they wait outside NCCL"
 
     # the oldest call is younger than a tenth of its time-out
     oldest = _oldest_wait(state)
@@ -199,7 +202,7 @@ def _doubt_of_running(
     are_many_apart = _PART * apart_count > len(state.dumps) + len(parted.stale)
     are_several = len({culprit.rank for culprit in verdict.culprits}) > 1
     if are_many_apart or are_several and (parted.stale or _by_chance(verdict, state)):
-        return f"nothing in common have {late}, or their dumps are of several moments: {again}"
+        return f"{late} have nothing in common, or their dumps are of several moments: {again}"
     return ""
 
 

@@ -314,3 +314,12 @@ def test_the_call_of_a_stack_is_no_wrapper_of_torch(tmp_path):
     )
     found = judged(tmp_path, rank2=stack)
     assert "rank 2: barrier of save (train.py:5): its stack" in found.evidence
+
+
+def test_a_job_whose_watchdogs_fired_is_not_said_to_run(tmp_path):
+    """Rank 3 is further on by its counters; no second set of dumps can be taken."""
+    text = sizes(4) + "".join(call(rank, 70) for rank in range(3)) + SIGNAL.format(rank=3)
+    found = judged(tmp_path, job=text)
+    assert not found.culprits
+    assert "was running" not in str(found)
+    assert "--then" not in str(found)

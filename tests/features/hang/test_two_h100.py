@@ -102,3 +102,12 @@ def test_who_skips_a_save_is_named_by_the_other_s_log_only(tmp_path):
     log.write_text(LOG.format(function="get_parameter_state_dp_zero"))
     found = diagnose_dumps(logs.together(logs.read_folder(DUMPS / "nosave"), [log]))
     assert [(c.rank, c.kind) for c in found.culprits] == [(1, "skipped call")], found
+
+
+def test_the_first_watchdog_is_named_as_far_as_dumps_know_it():
+    """nosave's log has OpType=COALESCED; in skip rank 1's watchdog fired 0.9 ms before rank 0's,
+    whose call was issued 6 ms earlier: a watchdog looks every 100 ms."""
+    coalesced = diagnose(DUMPS / "nosave").watchdog
+    assert "SeqNum=16, OpType=_REDUCE_SCATTER_BASE or COALESCED, NumelIn=84203520" in coalesced
+    due = diagnose(DUMPS / "skip").watchdog
+    assert due.startswith("rank 0 (or rank 1, due within 0.1 s), 60.0 s after the first call")
