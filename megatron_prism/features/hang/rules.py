@@ -435,7 +435,7 @@ def stuck_devices(judgement: Judgement) -> list[Culprit]:
         if len(ranks) > 1 and entry.launch in exchanges:
             judgement.suspect(ranks)
             text = f"{call_text(entry)} ended on {ranks_text(ended)}, not on {ranks_text(ranks)}: "
-            text += "what one of these sends another does not expect (splits), or their link "
+            text += "what one of them sends another does not expect (splits), or their link "
             judgement.note(entry, text + "stands still")
             continue
 
