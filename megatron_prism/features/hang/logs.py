@@ -164,7 +164,8 @@ def together(dumps: DumpSet | None, logs: Sequence[str | os.PathLike[str]]) -> D
     if dumps is None:
         return logged
     waits = tuple(wait for wait in logged.waits if wait.rank not in dumps.dumps)
-    return DumpSet({**logged.dumps, **dumps.dumps}, dumps.unreadable, logged.events,
+    dump_of_rank = {**logged.dumps, **dumps.dumps}
+    return DumpSet(dump_of_rank, dumps.unreadable, logged.events,
                    logged.evidence, waits, logged.differ, logged.absent, logged.logged,
                    logged.world, logged.cut_log)  # fmt: skip
 
@@ -561,8 +562,9 @@ class _Job:
                 self.evidence.append(f"{ranks_text(ranks_of_text)}: {text}")
         if self.deduplicated:
             self.notes.append("Ray left out like lines of other ranks: RAY_DEDUP_LOGS=0 shows all")
-        evidence = tuple(dict.fromkeys(self.evidence))[:_EVIDENCE]
-        return DumpSet(dumps, events=events, evidence=(*self.notes, *evidence),
+        lines = list(dict.fromkeys(self.evidence))
+        evidence = (*self.notes, *lines[:_EVIDENCE])
+        return DumpSet(dumps, events=events, evidence=evidence,
                        waits=tuple(self._waits(groups)), differ=tuple(self.differ),
                        absent=tuple(sorted(self.absent)), logged=frozenset(self.logged),
                        world=self.sizes.get("size", self.joined), cut_log=self.cut_log)  # fmt: skip
