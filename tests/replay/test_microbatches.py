@@ -262,6 +262,15 @@ def test_another_microbatch_that_takes_another_time_is_a_fault_of_ours(part, wro
         check_plausible(many, few)
 
 
+@pytest.mark.parametrize(
+    ("vpp", "given", "is_doubted"), [(2, 8, True), (2, 16, False), (None, 8, False)]
+)
+def test_few_rounds_of_chunks_leave_a_doubt_about_messages(vpp, given, is_doubted):
+    few = schedule.schedules(pp=4, vpp=vpp, microbatches=given)
+    assumed = schedule.with_microbatches(few, 32).source["what-if"]
+    assert ("two buffers of messages" in assumed) == is_doubted
+
+
 def test_two_rounds_of_chunks_show_no_steady_state():
     text = "\n".join(
         line + " ns=1000000" * (" compute " in f"{line} ")

@@ -28,6 +28,23 @@ class MissingKindError(Exception):
     """No captured piece can stand for one of the wanted schedule."""
 
 
+def has_surroundings(captured: Cut, count: int, wanted: Cut) -> bool:
+    """Tell whether every piece of a schedule has a captured one in the same surroundings.
+
+    Buffers of messages live on into the pieces around the one that receives them.
+
+    Args:
+        captured: The captured schedule.
+        count: Its microbatches.
+        wanted: The other schedule.
+    """
+    try:
+        Choice(captured, count, wanted, {}, Weight.EDGE).pieces()
+    except MissingKindError:
+        return False
+    return True
+
+
 class Choice:
     """For every piece of the wanted schedule a piece of the captured one, of its kind."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.program import Programs
-from megatron_prism.replay.microbatches.choice import Choice, MissingKindError, Weight
+from megatron_prism.replay.microbatches.choice import has_surroundings
 from megatron_prism.replay.microbatches.cut import Cut, microbatch_group_size
 
 Scheduler = Callable[..., Programs]  # (pp, vpp, microbatches, stages=, **settings)
@@ -91,13 +91,15 @@ class Order:
         wanted_schedules = self.run(wanted)
         for count in range(1, wanted):
             try:
-                for stage, cut in self.run(count).items():
-                    choice = Choice(cut, count, wanted_schedules[stage], {}, Weight.EDGE)
-                    choice.pieces()
-            # Megatron has no such schedule, or a kind is not in it
-            except (UsageError, MissingKindError):
+                schedules = self.run(count)
+            # Megatron has no such schedule
+            except UsageError:
                 continue
-            return count
+            if all(
+                has_surroundings(cut, count, wanted_schedules[stage])
+                for stage, cut in schedules.items()
+            ):
+                return count
         return wanted
 
 
