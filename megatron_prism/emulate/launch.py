@@ -308,9 +308,7 @@ def _becoming(run: Run, session: Session) -> Callable[[list[str], int], None] | 
 
     if not rank_server.starts_job():
         return None
-    options = run.options
-    others = (options.record, options.recorded, options.out, options.memory, options.reserve_nccl)
-    if options.asked_features or any(others) or options.capture is None:
+    if not run.options.ranks_share_start:
         return None
     if job_arguments.parsed() is None or job_arguments.recipe is not None:
         return None

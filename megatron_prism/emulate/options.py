@@ -366,6 +366,17 @@ class Options:
         return recorded_folder(self.values)
 
     @property
+    def ranks_share_start(self) -> bool:
+        """Whether a capture's ranks may be forks of a process that has started Megatron.
+
+        They may not where more than the capture depends on the rank.
+        """
+        if self.capture is None or self.asked_features:
+            return False
+        others = (self.record, self.recorded, self.out, self.memory, self.reserve_nccl)
+        return not any(others)
+
+    @property
     def per_call(self) -> bool:
         """Whether something looks at every call, so that every step has to run."""
         if self.record is not None:

@@ -13,7 +13,7 @@ import io
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,7 @@ class Job:
     ours  : ``--prism-…`` flags for every rank
     tier  : cuda, cpu or meta
     source : what its slices will say of it, of a recipe's job; of others only their workers know
+    shares_start : whether its ranks may be forks of a process that has started Megatron
     """
 
     words: tuple[str, ...]
@@ -72,6 +73,7 @@ class Job:
     world: World
     tier: str
     source: Mapping[str, str] = field(default_factory=dict)
+    shares_start: bool = True
 
     @classmethod
     def of(cls, script: str, argv: Sequence[str], world: World, tier: str) -> Job:
@@ -154,6 +156,7 @@ def capture_command_line(
         check_command_line(script, argv, console, obstacles).obstacles.raise_all()
     assert given is not None, "without options there is an obstacle"
     job = Job.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
+    job = replace(job, shares_start=given.ranks_share_start)
     force = force or given.force
     whole = given.stages
     capture(job, folder, given.ranks, console, whole=whole, force=force, estimator=estimator)
@@ -362,7 +365,7 @@ def capture(
                 words = job.command(rank, folder)
                 log = folder.with_name(f"{folder.name}-rank-{rank}.log")
                 forks = job.tier != "cuda"
-                shares_start = not job.source
+                shares_start = job.shares_start and not job.source
                 task = workers.RankTask(
                     rank, title, words, log=log, forks=forks, shares_start=shares_start
                 )

@@ -422,16 +422,19 @@ def _vocabulary(args: argparse.Namespace) -> tuple[int, str]:
             return found, str(file)
     if args.vocab_size:
         return args.vocab_size, "--vocab-size"
-    named = " ".join(str(getattr(args, name, None) or "") for name in _TOKENIZER).strip()
+    names = [str(getattr(args, name, None) or "") for name in _TOKENIZER]
+    named = " ".join(name for name in names if name != NO_FILE).strip()
     for pattern, entries in _OF_MODEL:
         if model := re.search(pattern, named, re.IGNORECASE):
             return entries, f"{_GUESSED}{model[0]}"
     if args.tokenizer_type in _OF_TYPE:
         return _OF_TYPE[args.tokenizer_type], f"{_GUESSED}{args.tokenizer_type}"
+    problem = f"the tokenizer {named or args.tokenizer_type} is not on this machine"
+    if not named and NO_FILE in names:  # of a variable that is empty
+        problem = f"the {args.tokenizer_type} has no name and no file"
     raise UsageError(
-        f"the tokenizer {named or args.tokenizer_type} is not on this machine, and nothing "
-        "says how many tokens it has",
-        fix="--vocab-size N among the job's flags, or --prism-job-flags '--vocab-size N' before it",
+        f"{problem}, and nothing says how many tokens it has",
+        fix="--prism-job-flags '--vocab-size N'",
     )
 
 

@@ -169,8 +169,7 @@ def test_slices_of_forks_are_those_of_processes(tmp_path, monkeypatch):
 
 def test_a_process_that_starts_no_job_for_others_keeps_what_it_claims(monkeypatch):
     """Another run into the same slice would else not be refused."""
-    settings = dict.fromkeys(("record", "recorded", "out", "memory", "reserve_nccl"))
-    options = SimpleNamespace(**settings, asked_features=(), capture="slices")
+    options = SimpleNamespace(ranks_share_start=True)
     run = SimpleNamespace(options=options, claims=Mock())
     monkeypatch.setattr(job_arguments, "parsed", lambda: SimpleNamespace())
     assert launch._becoming(run, Mock()) is None

@@ -17,7 +17,7 @@ from megatron_prism.core.recipe import load
 from megatron_prism.core.slices import SliceStore, open_programs
 from megatron_prism.emulate import options, recipe_job, workers
 from megatron_prism.emulate.patches import startup
-from megatron_prism.emulate.script_job import Job
+from megatron_prism.emulate.script_job import Job, capture_command_line
 
 
 def given(*words):
@@ -92,6 +92,32 @@ def task(code, rank=0, **more):
 
 
 EMIT = "from megatron_prism.emulate.workers import emitter; emit = emitter(); "
+
+
+@pytest.mark.parametrize(
+    ("flag", "shares"),
+    [
+        ("", True),
+        ("--prism-streams", False),
+        ("--prism-force", True),
+        ("--prism-reserve-nccl=h200", False),
+    ],
+)
+def test_a_job_whose_ranks_start_by_themselves_waits_for_no_start_of_one(
+    flag, shares, tmp_path, monkeypatch
+):
+    """The process that forks the ranks would start Megatron to find out."""
+    tasks = []
+
+    def run(started, *args, **kwargs):
+        tasks.extend(started)
+        raise PrismError("seen")
+
+    monkeypatch.setattr(workers, "run", run)
+    argv = [*PP4, "--prism-tier", "meta", *flag.split()]
+    with pytest.raises(PrismError, match="seen"):
+        capture_command_line("x.py", argv, tmp_path / "slices", Console(file=io.StringIO()))
+    assert {task.shares_start for task in tasks} == {shares}
 
 
 def test_workers_answer_in_order_and_errors_keep_their_fix(tmp_path):

@@ -183,7 +183,10 @@ def test_what_nobody_knows_is_asked_for_and_strict_names_all(put):
     hub = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "someone/some-8B"}
     with pytest.raises(UsageError, match="someone/some-8B") as caught:
         put(**hub)
-    assert caught.value.fix.startswith("--vocab-size N among the job's flags")
+    assert caught.value.fix == "--prism-job-flags '--vocab-size N'"
+    # a variable of the script is empty
+    with pytest.raises(UsageError, match="Tokenizer has no name and no file, and nothing says"):
+        put(**{**hub, "tokenizer_model": stand_ins.NO_FILE})
     with pytest.raises(UsageError) as caught:
         put(**hub, data_path=["no"], load="gone", prism_strict=True)
     for word in ("--tokenizer-model someone/some-8B", "--data-path no", "--load gone"):

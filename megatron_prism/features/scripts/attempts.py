@@ -104,8 +104,10 @@ class Attempts:
 
     def _with_values(self, names: Sequence[str], value: Callable[[str], str]) -> Execution:
         """Make a run like the last one, with other values of variables."""
-        values = {name: value(name) for name in names}
-        return replace(self.run, environment={**self.run.environment, **values})
+        environment = dict(self.run.environment)
+        for name in names:
+            environment[name] = value(name)
+        return replace(self.run, environment=environment)
 
     def ask(self, job: Json, unknown: Sequence[str]) -> list[str]:
         """Ask for variables and arguments that have placeholders, as far as they matter.
@@ -130,7 +132,7 @@ class Attempts:
         asked = self._that_matter(job, names)
         if asked:
             pronoun = "it" if len(asked) == 1 else "them"
-            settings = [f"{name}={_example(name)}" for name in asked]
+            settings = map(_setting, asked)
             self._options.ask(
                 UsageError(
                     f"{title} reads {', '.join(asked)}, and nothing here says {pronoun}",
@@ -171,14 +173,19 @@ def _is_list(name: str) -> bool:
 
 def _other_value(name: str) -> str:
     """Return a value of a variable that differs from the placeholder in all that counts."""
-    return "host1,host2,host3" if _is_list(name) else _OTHER_VALUE
-
-
-def _example(name: str) -> str:
-    """Return what a fix has in the place of a variable's value."""
     if _is_list(name):
-        return "HOST1,HOST2"
-    return "N" if batch_script.is_size(name) else "VALUE"
+        return "host1,host2,host3"
+    return _OTHER_VALUE
+
+
+def _setting(name: str) -> str:
+    """Return what a fix says of a variable, with a word in the place of its value."""
+    value = "VALUE"
+    if _is_list(name):
+        value = "HOST1,HOST2"
+    elif batch_script.is_size(name):
+        value = "N"
+    return f"{name}={value}"
 
 
 def same_job(job: Json | None, other: Json | None, options: ScriptOptions) -> bool:

@@ -146,8 +146,9 @@ def dry_run(
         notes = read_notes(scratch)
         asks_gpus = any(kind == "asked" for kind, _ in notes)
         # files that the script has read say some of the variables
-        said = batch_script.sourced_by_run(scratch)
-        unknown = _unknown_variables(script, of_scheduler, words, said) if unknown else []
+        sourced_text = batch_script.sourced_by_run(scratch)
+        if unknown:
+            unknown = _unknown_variables(script, of_scheduler, words, sourced_text)
         needless = attempts.ask(job, unknown)
         # the script asks what nobody says: does another number make another job?
         if asks_gpus and not said_gpus:
@@ -284,19 +285,19 @@ def _known_variables(script: _Script, scratch: Path) -> dict[str, str]:
 
 
 def _unknown_variables(
-    script: _Script, known: Mapping[str, str], words: Sequence[str], said: str = ""
+    script: _Script, settings: Mapping[str, str], words: Sequence[str], sourced_text: str = ""
 ) -> list[str]:
     """Find the sizes of the job that a script reads, and that nothing says.
 
     Args:
         script: the script.
-        known: variables that it is run with.
+        settings: variables that it is run with.
         words: that Bash is started with.
-        said: text of files that it has read in a run.
+        sourced_text: of files that it has read in a run.
     """
     folder = Path() if script.inline else Path(script.file).parent
-    settings = "\n".join([batch_script.sourced(script.text, folder), *words[1:], said])
-    return batch_script.unknown(script.text, {**known, **os.environ}, settings)
+    texts = "\n".join([batch_script.sourced(script.text, folder), *words[1:], sourced_text])
+    return batch_script.unknown(script.text, {**settings, **os.environ}, texts)
 
 
 def _lines_about(

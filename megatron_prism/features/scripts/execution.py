@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -21,6 +22,8 @@ from megatron_prism.core.messages import progress
 from megatron_prism.core.units import counted
 from megatron_prism.emulate.workers import Json, die_with_parent
 from megatron_prism.features.scripts import confine
+
+_MISSING = re.compile(r"(\S+): No such file or directory")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,15 @@ class Execution:
                 preexec_fn=prepare,
             )
 
+    def _folder_that_it_needs(self) -> str:
+        """Return the folder of the script, if it looks for what is there in the working folder."""
+        beside = Path(self.environment["PRISM_DRY_FILE"]).parent
+        for name in _MISSING.findall(self.printed()):
+            is_beside = (beside / Path(name).name).is_file()
+            if is_beside and Path(name).absolute().parent == Path.cwd() != beside.absolute():
+                return str(beside)
+        return ""
+
     def _no_job(self, ended: bool) -> UsageError:
         """Make the error of a script that has started no job.
 
@@ -106,6 +118,9 @@ class Execution:
         if not ended:
             how = f"ran for {self.limit_s:g} s, at last: {_last_command(self.scratch)},"
             fix = f"--prism-dry-run-limit {6 * self.limit_s:g}, or {fix}"
+        folder = self._folder_that_it_needs()
+        if folder:
+            fix = f"cd {folder} before prism: the script takes files from the working folder"
         parts = [f"{self.title} {how} without a command that trains"]
         printed = self.printed().strip().splitlines()
         parts += [f"it printed: {line[:200]}" for line in printed[-2:]]

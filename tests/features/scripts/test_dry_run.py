@@ -519,3 +519,12 @@ def test_a_script_in_a_checkout_nearby_is_named_and_looked_at(script, tmp_path):
     with pytest.raises(UsageError) as caught:
         script("torchrun $MEGATRON/other.py --num-layers 4")
     assert caught.value.fix.startswith("--prism-map /other.py=CHECKOUT/other.py, or")
+
+
+def test_a_script_that_looks_for_files_where_it_is_started_says_where_that_is(script, tmp_path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "config.sh").write_text("LAYERS=4\n")
+    (tmp_path / "jobs" / "job.sh").write_text("set -e\nbash `pwd`/config.sh\n")
+    with pytest.raises(UsageError) as caught:
+        script("", line="bash jobs/job.sh")
+    assert caught.value.fix.startswith("cd jobs before prism")
