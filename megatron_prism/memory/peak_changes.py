@@ -40,6 +40,7 @@ class Change:
     by_kind : bytes per kind, after - before, where they differ
     origins : the same per origin, largest growth first
     moved   : "1B2 -> O" if the peak is at another step
+    resized : "2 -> 8 ranks" if the class has another number of them
     real    : peak of a real run of what the baseline is of, None if it has none
     """
 
@@ -53,6 +54,7 @@ class Change:
     moved: str = ""
     level: str = "allocated"
     real: int | None = None
+    resized: str = ""
 
     @property
     def fails(self) -> bool:
@@ -139,12 +141,12 @@ def _change(
         change = new["by_category"].get(kind, 0) - old["by_category"].get(kind, 0)
         if change:
             by_kind[kind] = change
-    moves = []
+    moved = resized = ""
     old_step, new_step = old["at"]["step"], new["at"]["step"]
     if old_step != new_step:
-        moves.append(f"{old_step} -> {new_step}")
+        moved = f"{old_step} -> {new_step}"
     if old["count"] != new["count"]:
-        moves.append(f"{old['count']} -> {counted(new['count'], 'rank')}")
+        resized = f"{old['count']} -> {counted(new['count'], 'rank')}"
     return Change(
         verdict,
         name,
@@ -153,8 +155,9 @@ def _change(
         after,
         by_kind,
         _growths(old, new),
-        "; ".join(moves),
+        moved,
         real=old.get("real"),
+        resized=resized,
     )
 
 

@@ -175,6 +175,8 @@ def _change(change: Change) -> Iterator[str]:
     difference = (change.after or 0) - (change.before or 0)
     text = f"{change.name}: {_size(change.before)} -> {_size(change.after)} allocated "
     text += f"({difference:+,} B)"
+    if change.resized:
+        text += f"; {change.resized}"
     if change.moved:
         text += f"; peak moved {change.moved}"
     yield from folded(text, 2)

@@ -63,6 +63,8 @@ def describe(change: Change) -> str:
             f"  a real run had {exact(change.real)}: the emulation was {off:+,} B off, "
             f"the commit's are {grown:+,} B"
         )
+    if change.resized:
+        lines.append(f"  {change.resized}")
     if change.moved:
         lines.append(f"  peak moved: {change.moved}")
     if change.by_kind:

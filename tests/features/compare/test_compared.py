@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from helpers.metamorphic import JOBS, MACHINE, STORED, about, answer, fresh, stored
@@ -68,6 +69,10 @@ def test_other_replicas_compare_as_their_fresh_capture():
         assert [round(speed.b / speed.a) for speed in one.speeds] == [2, 1]
         assert one.speeds[0].first_faster < 0.01
         assert "by tokens/s: B is faster with 100.0 %" in one.to_text()
+        # the classes have more ranks, and their peaks are at the same step
+        text = " ".join(one.to_text().split())
+        assert re.search(r"allocated \(-[\d,]+ B\); \d+ -> \d+ ranks", text)
+        assert not re.search(r"peak moved \d+ -> \d+ ranks", text)
         assert "A is faster with" not in one.to_text().split("by tokens/s:")[0]
 
 
