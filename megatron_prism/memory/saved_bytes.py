@@ -249,6 +249,6 @@ def _divided_in_group(
     # shards that few ranks hold come first, then large ones; each goes to whom has least
     for _, negative_size, count, places in sorted(rows):
         for _ in range(count):
-            least = places[int(np.argmin(loads[places]))]
-            loads[least] -= negative_size
+            writer = places[int(np.argmin(loads[places]))]
+            loads[writer] -= negative_size
     return loads

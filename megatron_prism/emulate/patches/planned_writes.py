@@ -47,14 +47,16 @@ def planned_write(state_dict: dict[str, object], job: Namespace) -> SavedBytes:
     by_key, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(shards, False)
     written = {}
     for key, shards_of_key in by_key.items():
-        written[key] = [shard for shard in shards_of_key if _may_write(shard)]
+        written_shards = list(filter(_may_write, shards_of_key))
+        if written_shards:
+            written[key] = written_shards
     expanded_bytes = _expanded_bytes(by_key)
     is_gathered = _is_gathered(job)
     # each rank has whole states of some parameters (optimizer/layer_wise_optimizer.py @0.19.0)
     is_layer_wise = getattr(job, "use_layer_wise_distributed_optimizer", False)
     own_bytes = 0
     counts = defaultdict[Holders, Counter[int]](Counter)
-    for item in _planned_items(strategies, {key: kept for key, kept in written.items() if kept}):
+    for item in _planned_items(strategies, written):
         num_bytes = _num_bytes(item)
         key = item.index.fqn
         if _OWN.match(key) or (is_layer_wise and _STATES.match(key)):
