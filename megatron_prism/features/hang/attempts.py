@@ -66,35 +66,45 @@ def _of_last_start(records: Sequence[Record[T]]) -> list[Record[T]]:
 
 def _of_last_calls(records: Sequence[Record[T]]) -> list[Record[T]]:
     """Drop what ranks printed before they waited in another call of the same group."""
-    last_numbers = _last_numbers(records)
+    last_records = _last_records(records)
     early_calls: set[tuple[str, int]] = set()
     for record in records:
-        if record.call is None:
+        if record.call is None or not record.call[0]:
             continue
-        group, number = record.call
-        if group and number != last_numbers[record.rank, group]:
+        last = last_records[record.rank, record.call[0]]
+        if record.call != last.call and not _is_queued_behind(record, last):
             early_calls.add(record.call)
     # also of ranks that spoke in that attempt alone
     dropped = {id(record) for record in records if record.call in early_calls}
     return _without(records, dropped)
 
 
-def _last_numbers(records: Iterable[Record[T]]) -> Mapping[tuple[int, str], int]:
-    """Return the call in which each rank's watchdog fired last: (rank, group) -> its number."""
+def _is_queued_behind(first: Record[T], last: Record[T]) -> bool:
+    """Tell whether the call of ``last`` is queued behind that of ``first``: both time out.
+
+    A watchdog that does not take its process down prints each of them.
+    """
+    assert first.call is not None, "records of calls"
+    assert last.call is not None, "records of calls"
+    # no attempt follows so soon
+    is_same_moment = first.fired_s >= 0 and 0 <= last.fired_s - first.fired_s < _APART_S
+    return is_same_moment and first.call[1] < last.call[1]
+
+
+def _last_records(records: Iterable[Record[T]]) -> Mapping[tuple[int, str], Record[T]]:
+    """Return (rank, group) -> the record of the call in which the rank's watchdog fired last."""
     last_records: dict[tuple[int, str], Record[T]] = {}
-    numbers: dict[tuple[int, str], int] = {}
     for record in records:
         if record.call is None:
             continue
-        group, number = record.call
+        group, _ = record.call
         key = (record.rank, group)
         last = last_records.get(key)
         # files are in no order: times decide where both are known
         is_later = last is None or record.fired_s < 0 or record.fired_s >= last.fired_s
         if group and is_later:
             last_records[key] = record
-            numbers[key] = number
-    return numbers
+    return last_records
 
 
 def _of_last_times(records: Sequence[Record[T]]) -> list[Record[T]]:

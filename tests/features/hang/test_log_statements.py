@@ -323,3 +323,14 @@ def test_a_job_whose_watchdogs_fired_is_not_said_to_run(tmp_path):
     assert not found.culprits
     assert "was running" not in str(found)
     assert "--then" not in str(found)
+
+
+def test_calls_of_a_rank_that_time_out_together_are_of_one_attempt(tmp_path):
+    """A watchdog that does not end its process prints all calls that are queued."""
+    queued = call(0, 78).replace("09:00:01.5", "09:00:11.5")
+    queued = queued.replace("last completed work: 77", "last completed work: 76")
+    text = sizes(4) + call(0) + call(1) + call(2) + queued
+    found = judged(tmp_path, job=text)
+    assert not any("attempts" in line for line in found.evidence)
+    assert [culprit.rank for culprit in found.possibly] == [3]
+    assert (found.op, found.seq) == ("all_reduce", 77)
