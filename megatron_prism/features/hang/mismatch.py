@@ -317,12 +317,19 @@ def _is_numbered_as_siblings(
         neighbours = own_calls[place - 1 : place] + own_calls[place + 1 : place + 2]
         if own_calls[place] in neighbours:
             continue
-        sibling_calls: set[Signature] = set()
+        sibling_calls: list[Signature] = []
+        short_count = 0
         for sibling in siblings:
-            entries = state.at(sibling, call.desc, call.seq + place)
+            number = call.seq + place
+            entries = state.at(sibling, call.desc, number)
             if entries:
-                sibling_calls.add(signature(state, entries))
-        if sibling_calls == {own_calls[place]}:
+                sibling_calls.append(signature(state, entries))
+            elif state.counts[sibling].get(call.desc, number) < number:
+                short_count += 1
+
+        # siblings that err alike come further, and alone: half of them decide nothing
+        is_majority = len(sibling_calls) > short_count
+        if is_majority and set(sibling_calls) == {own_calls[place]}:
             return True
     return False
 

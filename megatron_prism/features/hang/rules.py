@@ -675,14 +675,20 @@ def _excuse_between_iterations(judgement: Judgement, hosts: _IdleHosts) -> None:
     state = judgement.state
     idle_count = sum(not calls for calls in state.outstanding.values())
     is_alone = 2 * idle_count < len(state.dumps)
+    between: list[int] = []
     for rank in sorted(hosts.remaining - hosts.ahead - hosts.at_work):
-        if not siblings.is_between_iterations(state, rank):
-            continue
-        text = f"rank {rank} waits outside NCCL (gloo, the store, files, data), or is stuck: "
-        judgement.evidence.append(text + "it stands between two iterations")
-        if not is_alone:
-            judgement.among = (*judgement.among, rank)
-            hosts.elsewhere.add(rank)
+        if siblings.is_between_iterations(state, rank):
+            between.append(rank)
+    if not between:
+        return
+    where = "(gloo, the store, files, data)"
+    text = f"{ranks_text(between)} waits outside NCCL {where}, or is stuck: it stands"
+    if len(between) > 1:
+        text = f"{ranks_text(between)} wait outside NCCL {where}, or are stuck: they stand"
+    judgement.evidence.append(f"{text} between two iterations")
+    if not is_alone:
+        judgement.among = (*judgement.among, *between)
+        hosts.elsewhere.update(between)
 
 
 def _doubt_whole_groups(judgement: Judgement, hosts: _IdleHosts) -> None:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from helpers import random_hangs
+from helpers.dump_values import Dump, verdict
 from helpers.flight_dumps import FULL
 from helpers.production import ACTIVE
 from helpers.random_hangs import dumps_of, named
@@ -121,3 +122,28 @@ def test_who_is_right_of_two_is_told_by_its_next_calls(kind, seed):
     programs, _, culprits = random_hangs.draw(kind, world.choice(random_hangs.WORLDS), seed)
     found = hang.diagnose_dumps(dumps_of(stall.run_until_stalled(programs), **ACTIVE))
     assert named(found) == culprits, found
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_half_of_the_ranks_that_evaluate_decide_nothing_by_coming_further(replicas):
+    """The ranks that make a call more have the last numbers for themselves.
+
+    The others were named ("skipped call", likely): siblings in the other data-parallel group that
+    evaluate too gave these numbers to the calls of the ranks that erred.
+    """
+    size = 2 * replicas
+    dumps = {}
+    for rank in range(size):
+        dump = Dump({"mp": range(size), "dp": range(rank % 2, size, 2)})
+        for _ in range(3):
+            dump.call("dp", "_reduce_scatter_base", done=True, size=400)
+            dump.call("dp", "_allgather_base", done=True, size=100)
+        if 2 * rank >= size:
+            dump.call("dp", "all_reduce", size=2)
+        dump.call("dp", "_reduce_scatter_base", size=400)
+        dump.call("dp", "_allgather_base", size=100)
+        dumps[rank] = dump
+    named_ranks, found = verdict(dumps)
+    assert named_ranks == set()
+    assert found.verdict == "mismatch"
+    assert found.seq == 7
