@@ -169,8 +169,8 @@ def what_decides(verdict: Diagnosis, state: JobState, programs: bool = False) ->
 
 def _silent(state: JobState) -> list[int]:
     """Return the ranks of the job of which there is neither a dump nor a line."""
-    known = state.dumps.keys() | state.observed.logged
-    return [rank for rank in range(state.observed.world) if rank not in known]
+    all_ranks = set(range(state.observed.world))
+    return sorted(all_ranks - state.dumps.keys() - state.observed.logged)
 
 
 def _missing_setting(state: JobState, programs: bool) -> str:

@@ -132,8 +132,11 @@ def _standing(stack: list[str]) -> Iterator[RankEvent]:
     own = [frame for frame in stack if "torch/distributed" not in frame]
     if calls:
         outer = stack[stack.index(calls[-1]) + 1 :]
-        callers = [frame for frame in outer if "torch/distributed" not in frame]
-        site = next(iter(callers), "its script")
+        site = "its script"
+        for frame in outer:
+            if "torch/distributed" not in frame:
+                site = frame
+                break
         yield RankEvent("in a call", f"{calls[-1].partition(' ')[0]} of {site}: its stack")
     elif own:
         yield RankEvent("at work", " < ".join(own[:4]))
@@ -252,8 +255,8 @@ class _Log:
                 self._python(rank, rest)
             # torchrun's table says whose its traceback is
             elif "traceback :" not in line:
-                actor, said = speakers.unknown_actor(rest)
-                self.unmarked[actor].read(said)
+                actor, message = speakers.unknown_actor(rest)
+                self.unmarked[actor].read(message)
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -421,9 +421,10 @@ def stuck_devices(judgement: Judgement) -> list[Culprit]:
     for rank, entry, _ in incomplete:
         ranks_of_launch[entry.launch].add(rank)
         if entry.launch not in ended_of_launch:
-            members = state.groups[entry.group].ranks
-            ended = [member for member in members if state.is_over(member, entry)]
-            ended_of_launch[entry.launch] = ended
+            ended_of_launch[entry.launch] = []
+            for member in state.groups[entry.group].ranks:
+                if state.is_over(member, entry):
+                    ended_of_launch[entry.launch].append(member)
         if entry.op == "all_to_all":
             exchanges.add(entry.launch)
     culprits: list[Culprit] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import siblings
 from megatron_prism.features.hang.calls import CallPart, Calls, Entry, Launch
+from megatron_prism.features.hang.dumps import Dump
 from megatron_prism.features.hang.state import (
     CUT,
     NO_DUMP,
@@ -751,7 +752,10 @@ def _predicate(state: JobState, head: Entry, reason: str, awaited: Sequence[int]
         reason: One of ``JobState.waits``.
         awaited: The ranks.
     """
-    dumps = [state.dumps[rank] for rank in awaited if rank in state.dumps]
+    dumps: list[Dump] = []
+    for rank in awaited:
+        if rank in state.dumps:
+            dumps.append(state.dumps[rank])
     words = reason
     # nobody knows what a rank without a dump posted
     if reason == NOT_POSTED and not dumps:
