@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_prism.core.ops import IS_NCCL
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.slices import WHAT_IF
 from megatron_prism.core.world import World
 
 _SCHEDULE = {  # Megatron's settings that change the order, and what ``schedules`` calls them
@@ -83,10 +84,19 @@ def of_all(
     ProgramError if it does not follow from ``program``, which has few.
     """
     from megatron_prism.emulate.schedule import with_microbatches
+    from megatron_prism.replay.microbatches import microbatch_count
 
     everyone = np.zeros(world.size, dtype=np.int32)
-    with_all = with_microbatches(Programs(world, (program,), everyone, source=source), wanted)
-    return _counted_as_all(program, with_all.programs[0]), dict(with_all.source)
+    captured = Programs(world, (program,), everyone, source=source)
+    count = microbatch_count(captured)
+    with_all = with_microbatches(captured, wanted)
+    source_of_all = dict(with_all.source)
+    # nobody has asked for another number
+    source_of_all[WHAT_IF] = source_of_all[WHAT_IF].replace(
+        f"{wanted} microbatches instead of {count}: captured steps",
+        f"{count} of {wanted} microbatches ran, whose steps stand for all",
+    )
+    return _counted_as_all(program, with_all.programs[0]), source_of_all
 
 
 def _counted_as_all(few: Program, whole: Program) -> Program:

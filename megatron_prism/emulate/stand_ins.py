@@ -378,7 +378,7 @@ def _missing_data(value: str | Sequence[str] | None) -> str:
     if value is None or value == "":
         return ""
     words = [value] if isinstance(value, str) else value
-    if not words:  # --data-path $(find …) that finds nothing
+    if not any(words):  # --data-path $(find …) that finds nothing, perhaps in quotes
         return "without a value"
     for word in words:
         is_weight = word.replace(".", "", 1).isdigit()

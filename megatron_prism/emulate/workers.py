@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -166,22 +166,24 @@ def run(
         if can_fork() and len(tasks) > 1 and all(task.forks for task in tasks):
             template = RankTemplate(_environment())
         try:
-            while waiting or running:
+            ended: list[_Worker] = []
+            while waiting or running or ended:
                 while waiting and len(running) < num_workers:
                     place, task = waiting.pop(0)
                     worker = _start(task, place, made[place], noted, template)
                     bars.update(worker.bar, what="starting")
                     running.append(worker)
                     selector.register(worker.events, io_selectors.EVENT_READ, worker)
-                for key, _ in selector.select(timeout=0.5):
+                # an estimate takes its time, in which other ranks run
+                if finished is not None:
+                    _tell_all(finished, ended, done)
+                for key, _ in selector.select(timeout=0.5 if running else 0):
                     _take(key.data, os.read(key.data.events, 1 << 16), bars)
                 ended = [worker for worker in running if worker.process.poll() is not None]
                 for worker in ended:
                     selector.unregister(worker.events)
                     running.remove(worker)
                     done[worker.place] = _finish(worker, bars)
-                    if finished is not None:
-                        finished(worker.task, done[worker.place])
         finally:
             for worker in running:
                 worker.process.kill()
@@ -191,6 +193,14 @@ def run(
             if template is not None:
                 template.close()
     return [done[place] for place in range(len(tasks))]
+
+
+def _tell_all(
+    finished: Callable[[RankTask, Json], None], ended: Sequence[_Worker], done: Mapping[int, Json]
+) -> None:
+    """Tell of workers that have ended, and of their results."""
+    for worker in ended:
+        finished(worker.task, done[worker.place])
 
 
 def _far(
@@ -203,7 +213,12 @@ def _far(
         running: the workers of some of them.
         done: places of the tasks that have ended.
         bars: say how far the others are.
+
+    Returns:
+        The text; empty before the first rank runs.
     """
+    if not running:
+        return ""
     whole = [place for place, task in enumerate(tasks) if not task.periods]
     num_done = sum(place in done for place in whole)
     now = []

@@ -125,7 +125,7 @@ def _source_rows(metrics: Metrics, verbose: bool) -> list[_Row]:
             texts.append(f"{key} {text}")
     rows = [_Row("slices", "; ".join(texts) or "do not say where they are from")]
     if what_if is not None:
-        rows.append(_Row("what if", what_if))
+        rows.append(_Row("assumed", what_if))
     return rows
 
 

@@ -155,9 +155,10 @@ def test_the_parser_s_refusals_are_noted_and_files_without_a_value_are_none(monk
         assert text in messages
 
 
-def test_data_that_a_command_did_not_find_are_mock_data():
+@pytest.mark.parametrize("words", [[], [""]])
+def test_data_that_a_command_did_not_find_are_mock_data(words):
     none = dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "load"))
-    args = argparse.Namespace(**none, mock_data=False, data_path=[], eval_interval=1)
+    args = argparse.Namespace(**none, mock_data=False, data_path=words, eval_interval=1)
     replaced = stand_ins.put(args)
     assert args.mock_data
     assert args.data_path is None

@@ -1,6 +1,7 @@
 """A stock script's job, captured rank by rank in worker processes."""
 
 import io
+import time
 import types
 
 import pytest
@@ -147,6 +148,24 @@ def test_a_capture_goes_on_where_few_layers_do_not_run(tmp_path):
         "no_estimate": "the job with few layers failed: its process ended with status 7"
     }
     assert not log.exists()
+
+
+def test_the_next_rank_starts_before_an_answer_is_looked_at(tmp_path):
+    """An estimate is made of ranks that have ended, and takes as long as a rank does."""
+    begun = tmp_path / "begun"
+    first = task(f"{EMIT}emit('result', result={{}})", 0)
+    second = task(f"{EMIT}open({str(begun)!r}, 'w'); emit('result', result={{}})", 8)
+    waited = []
+
+    def finished(ended, result):
+        for _ in range(6000):
+            if begun.exists():
+                break
+            time.sleep(0.01)
+        waited.append((ended.rank, begun.exists()))
+
+    workers.run([first, second], Console(file=io.StringIO()), 1, finished=finished)
+    assert waited == [(0, True), (8, True)]
 
 
 def test_ranks_with_few_layers_are_no_ranks_more(monkeypatch):

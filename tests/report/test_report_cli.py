@@ -133,7 +133,7 @@ def test_what_ifs_are_named_and_change_what_they_say(tmp_path, capsys):
     assert moved["iteration_ns"] == pytest.approx(20_000_000 - start + moves, abs=start // 50)
     assert moved["source"]["what-if"] == "on half an H200"
     _, out, _ = run(world, "dp=8", "slow=0:2", capsys=capsys)
-    assert "  what if      data-parallel size 8 instead of 4: " in out
+    assert "  assumed      data-parallel size 8 instead of 4: " in out
 
 
 def test_measured_segments_are_not_priced_as_another_machines(tmp_path, capsys):

@@ -60,7 +60,7 @@ def _verdict(found: Fit) -> Iterator[str]:
         verdict = "at risk"
     yield from folded(f"{verdict}: the limit is {limit}{source}{assumes}", 2)
     if found.what_if is not None:
-        yield from folded(f"  what if: {found.what_if}", 4)
+        yield from folded(f"  assumed: {found.what_if}", 4)
     left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
     one = found.memory.classes[found.worst]
     level = "device" if one.get("peak_device") is not None else "reserved"

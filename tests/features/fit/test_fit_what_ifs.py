@@ -77,7 +77,7 @@ def test_the_text_says_what_is_not_as_captured_and_the_next_command_keeps_it(cap
     path = str(STORED / "dense_pp2")
     status, text = text_of(capsys, "fit", path, "dp=4", "--machine", "h100")
     assert status == 0
-    assert "what if: data-parallel" in text
+    assert "assumed: data-parallel" in text
     assert text.endswith(f"next: prism replay {path} dp=4 --machine h100")
 
 
