@@ -35,10 +35,16 @@ _CALL = re.compile(r"route (\d{1,6})#(\d{1,9})")
 # -- what depends on routing -----------------------------------------------------------------------
 def more_tokens(routes: np.ndarray) -> Callable[[int, int], int]:
     """What a probe gives each (layer, turn) of ``Program.routes`` beyond its even share, per expert
-    and source rank.
+    and source rank; 0 where there are fewer tokens than calls.
     """
     numbers = {(int(a), int(b)): n for n, (a, b, *_) in enumerate(routes[1:])}
-    return lambda layer, turn: STEP * (1 + numbers.get((layer, turn), len(numbers)))
+    step = STEP
+    copies, experts, copies_of_token, sources = routes[0].tolist()
+    # a rank that gathers all tokens selects those of its experts: no expert gets more than all
+    if sources == 1 and copies_of_token:
+        further_tokens = copies // copies_of_token - -(-copies // experts)
+        step = min(STEP, further_tokens // (1 + len(numbers)))
+    return lambda layer, turn: step * (1 + numbers.get((layer, turn), len(numbers)))
 
 
 def has_all_experts(program: Program) -> bool:

@@ -57,6 +57,23 @@ def test_a_probe_tells_which_call_a_storage_depends_on(known):
     assert {("layers.0 @norm", -1), ("param:all", -1)} <= calls
 
 
+@pytest.mark.parametrize(("tokens", "calls"), [(1024, 64), (1024, 10), (48, 4), (48, 64)])
+def test_a_probe_gives_no_expert_more_tokens_than_there_are(tokens, calls):
+    """The allgather dispatcher selects an expert's tokens of all that it has gathered."""
+    copies_of_token, experts = 2, 4
+    even = tokens * copies_of_token // experts
+    of_calls = [(layer, 0, even, 0) for layer in range(calls)]
+    routes = np.array([(tokens * copies_of_token, experts, copies_of_token, 1), *of_calls])
+    more = routing.more_tokens(routes)
+    further = [more(layer, 0) for layer in range(calls)]
+    assert max(*further, more(calls, 0)) + even <= tokens
+    # each call has another number, or none has more, which ``learned`` does not read
+    assert len(set(further)) == calls or not any(further)
+    # where each rank sends tokens, nothing limits what a probe sends
+    routes[0, 3] = 2
+    assert routing.more_tokens(routes)(calls - 1, 0) == routing.STEP * calls
+
+
 @pytest.mark.parametrize("rows", [(64, 64), (0, 200), (200, 0), (17, 93), (256, 256)])
 def test_a_peak_of_other_loads_is_what_a_run_with_them_has(known, rows):
     assert routing._Timeline(known).peak(np.array(rows)) == by_hand(rows)
