@@ -15,6 +15,7 @@ share what is popular.  Tokens that a rank sends do not change, those that its e
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -37,14 +38,23 @@ def more_tokens(routes: np.ndarray) -> Callable[[int, int], int]:
     """What a probe gives each (layer, turn) of ``Program.routes`` beyond its even share, per expert
     and source rank; 0 where there are fewer tokens than calls.
     """
-    numbers = {(int(a), int(b)): n for n, (a, b, *_) in enumerate(routes[1:])}
+    numbers: dict[tuple[int, int], int] = {}
+    for layer, turn in routes[1:, :2].tolist():
+        numbers[layer, turn] = len(numbers)
+    calls = 1 + len(numbers)
     step = STEP
     copies, experts, copies_of_token, sources = routes[0].tolist()
     # a rank that gathers all tokens selects those of its experts: no expert gets more than all
-    if sources == 1 and copies_of_token:
-        further_tokens = copies // copies_of_token - -(-copies // experts)
-        step = min(STEP, further_tokens // (1 + len(numbers)))
-    return lambda layer, turn: step * (1 + numbers.get((layer, turn), len(numbers)))
+    if sources == 1:
+        tokens = copies // copies_of_token
+        even_share = math.ceil(copies / experts)
+        step = min(STEP, (tokens - even_share) // calls)
+
+    def more_of_call(layer: int, turn: int) -> int:
+        number = numbers.get((layer, turn), calls - 1)
+        return step * (1 + number)
+
+    return more_of_call
 
 
 def has_all_experts(program: Program) -> bool:
