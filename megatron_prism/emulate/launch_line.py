@@ -119,7 +119,7 @@ LAUNCHERS = (
     ),
     LauncherRow("horovodrun", ranks="-np --num-proc", alone="--verbose --mpi --gloo"),
     LauncherRow(
-        "accelerate",
+        "accelerate accelerate-launch accelerate.commands.launch",
         ranks="--num-processes",
         nodes="--num-machines",
         verbs="launch",

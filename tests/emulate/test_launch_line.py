@@ -31,6 +31,7 @@ LINES = [  # line, ranks, ranks on a host, the script and its words
     ("deepspeed --num_nodes 2 --num_gpus 8 a.py", 16, 8, "a.py"),
     ("deepspeed --hostfile h --num_gpus 8 a.py", None, None, "a.py"),
     ("accelerate launch --num_processes 16 --num_machines 2 a.py", 16, 8, "a.py"),
+    ("python -m accelerate.commands.launch --num_processes 16 a.py", 16, None, "a.py"),
     ("numactl --membind=0-3 torchrun --nproc-per-node 8 a.py", 8, 8, "a.py"),
     ("env -u X A=1 torchrun --nproc-per-node 8 --nnodes 2 a.py", 16, 8, "a.py"),
     ("docker run --gpus all --rm -it -e A=1 nvcr.io/x:1 torchrun --nproc-per-node 8 a.py", 8, 8,

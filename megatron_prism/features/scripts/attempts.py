@@ -57,7 +57,7 @@ class Attempts:
         self._variables: list[str] = []  # that have a placeholder
         self._arguments: list[str] = []  # what the script says of those that it lacks
         self._options = options
-        self._looks = False  # whether files that it looks for count as there
+        self._looks = False  # whether what it looks for counts as there
 
     def job(self, text: str) -> Json:
         """Run the script until it starts its job.
@@ -93,14 +93,18 @@ class Attempts:
                 self._variables.append(name)
                 self.run = self._with_values([name], lambda _: "1")
                 return True
-        if not self._looks and _LOOKS.search(text):
-            self._looks = True
-            words = self._with_text(_LOOKS.sub(r"\1-n", text))
-            arguments = self.run.words[len(words) :]
-            self.run = replace(self.run, words=[*words, *arguments])
-            self.notes.append("files and folders that the script looks for count as there")
-            return True
-        return False
+        if self._looks:
+            return False
+        # what it looks for counts as there, and what it asks Python is answered with yes
+        self._looks = True
+        words = list(self.run.words)
+        if _LOOKS.search(text):
+            copied_words = self._with_text(_LOOKS.sub(r"\1-n", text))
+            words = [*copied_words, *words[len(copied_words) :]]
+        environment = {**self.run.environment, "PRISM_DRY_YES": "1"}
+        self.run = replace(self.run, words=words, environment=environment)
+        self.notes.append("files and modules that the script looks for count as there")
+        return True
 
     def _with_values(self, names: Sequence[str], value: Callable[[str], str]) -> Execution:
         """Make a run like the last one, with other values of variables."""

@@ -151,6 +151,8 @@ def _answer_launcher(words: list[str]) -> int:
         if "-c" in words and "device_count()" in words[-1]:
             print(_gpu_count())
             return 0
+        if _is_confined() and os.environ.get("PRISM_DRY_YES"):
+            return _answer_check(words[1:])
         if _is_confined():
             os.execv(sys.executable, [sys.executable, *words[1:]])
     elif command and shutil.which(command[0]):
@@ -176,6 +178,21 @@ def _answer_python_program(
     counting = [name for name in launchers if name in BY_NAME and BY_NAME[name].counts]
     if trains(command, bool(outer_launchers or counting)):
         _report_job([*outer_launchers, *words])
+
+
+def _answer_check(words: Sequence[str]) -> int:
+    """Run a text of Python; one that fails and prints nothing asked for what is not here.
+
+    Returns:
+        The exit status.
+    """
+    run = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE)
+    sys.stdout.buffer.write(run.stdout)
+    sys.stdout.flush()
+    if run.returncode and not run.stdout.strip():
+        note("left out", shlex.join(["python", *words]))
+        return 0
+    return run.returncode
 
 
 def _is_confined() -> bool:

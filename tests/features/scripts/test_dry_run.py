@@ -528,3 +528,20 @@ def test_a_script_that_looks_for_files_where_it_is_started_says_where_that_is(sc
     with pytest.raises(UsageError) as caught:
         script("", line="bash jobs/job.sh")
     assert caught.value.fix.startswith("cd jobs before prism")
+
+
+@CONFINED
+def test_checks_of_this_machine_do_not_stop_a_script(script, capsys):
+    checks = """set -e
+python -c 'import no_such_module'
+if ! python3 -c "import sys; sys.exit(3)"; then echo no GPU; exit 1; fi
+TP=$(python -c 'print(2)')
+python - <<EOF
+raise SystemExit(1)
+EOF
+"""
+    _, job = script(f"{checks}torchrun {TRAIN} --tensor-model-parallel-size $TP")
+    assert job == [*TRAIN.split(), "--tensor-model-parallel-size", "2"]
+    assert "count as there" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="it printed: enough"):
+        script("echo enough; exit 1")
