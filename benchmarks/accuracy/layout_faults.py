@@ -30,7 +30,9 @@ JOB = """
 --position-embedding-type rope --no-rope-fusion --no-persist-layer-norm --swiglu
 """.split()  # noqa: SIM905
 TP, SP = "--tensor-model-parallel-size 4", "--tensor-model-parallel-size 4 --sequence-parallel"
-PP, CP = "--pipeline-model-parallel-size 4", "--context-parallel-size 4"
+PP = "--pipeline-model-parallel-size 4"
+# local layers have no context parallelism (core/transformer/dot_product_attention.py)
+CP = "--context-parallel-size 4 --transformer-impl transformer_engine"
 MOE = ("--num-experts 64 --moe-router-topk 4 --moe-token-dispatcher-type alltoall "
        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-1 "
        "--disable-bias-linear")  # fmt: skip

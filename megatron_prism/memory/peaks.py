@@ -34,7 +34,7 @@ from megatron_prism.core.ops import BEGUN, PHASE_NAMES, TEXTS, Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.world import AXES, World, format_ranks
 
-KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "graph", "other")
+KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "graph", "work", "other")
 _COMM = re.compile(r"p2p_communication\.py|tensor_parallel/mappings\.py|param_and_grad_buffer\.py")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _KEPT_KIND = {"backward": "grad", "weight": "grad", "optimizer": "optim"}  # by phase

@@ -2,7 +2,7 @@
 
 const MEMORY = DATA.memory;
 const CATEGORIES = { param: ["weights", "param"], grad: ["gradients", "backward"], optim: ["optimizer", "optimizer"], act: ["activations", "forward"],
-  comm: ["communication", "comm"], tmp: ["temporaries", "tmp"], graph: ["CUDA graphs", "path"], other: ["other", "other"] };
+  comm: ["communication", "comm"], tmp: ["temporaries", "tmp"], graph: ["CUDA graphs", "path"], work: ["workspaces", "work"], other: ["other", "other"] };
 const category = (kind) => CATEGORIES[kind][0], categoryColour = (kind) => `var(--${CATEGORIES[kind][1]})`;
 const series = (one, by) => by === "module" ? one.modules.map((name, i) => [name || "no module", `hsl(${(40 + 137 * i) % 360} 45% 55%)`])
   : one.kinds.map((kind) => [category(kind), categoryColour(kind)]);

@@ -24,6 +24,7 @@ KINDS = {
     "comm": "communication",
     "tmp": "temporaries",
     "graph": "CUDA graphs",
+    "work": "workspaces",
     "other": "other",
 }
 PARTS = {

@@ -55,7 +55,7 @@ def test_what_is_alive_at_the_peak():
     assert (top.op.label, top.index, top.site) == ("0B0", 3, "core/schedules.py:1")
     assert top.by_kind == {
         "param": 1000, "grad": 2000, "optim": 300, "act": 96, "comm": 8, "tmp": 128, "graph": 0,
-        "other": 7,
+        "work": 0, "other": 7,
     }  # fmt: skip
     assert sum(top.by_kind.values()) == top.num_bytes
     act = next(h for h in top.holdings if h.kind == "act")

@@ -58,6 +58,9 @@ _BUILDERS = {"get_model", "setup_model_and_optimizer", "_apply", "to_empty"}
 _rounded = Settings().rounded
 _AUTOGRAD = "autograd's thread"  # has no frames of Python
 _BUFFER = "core/distributed/param_and_grad_buffer.py"
+# bytes of a handle's workspace on Hopper and later, and before
+# (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize, torch 2.11)
+_CUBLAS_WORKSPACES = (32 << 20, (4096 * 2 + 16 * 8) << 10)
 
 
 class _Event(msgspec.Struct):
@@ -254,11 +257,13 @@ def _fullest_device(file: _File) -> int:
 
 @dataclass
 class _Life:
-    """A block in use: its number, what was asked for and what it takes."""
+    """A block in use: its number, what was asked for and what it takes, and when it came."""
 
     number: int
     asked: int
     size: int
+    iteration: int
+    phase: str
 
 
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -360,6 +365,7 @@ class _History:
             elif event.action == "oom":
                 refused = _RefusedRequest(event, self.place(event.frames), self.iteration)
         self._mark()
+        self._own_workspaces()
         program = self.builder.build(0)
         segments: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if self.events and not earlier_blocks:
@@ -378,6 +384,19 @@ class _History:
             whole=not earlier_blocks,
             failed=None if refused is None else _failed(refused, program),
         )
+
+    def _own_workspaces(self) -> None:
+        """Name the workspaces of cuBLAS, which products take in their own lines and keep.
+
+        Python's frames show the product alone.  A block of just that size that a step of an earlier
+        iteration made and that is in use at the end is one: tensors of a step are gone by then.
+        """
+        owners: dict[int, str] = {}
+        for life in self.alive.values():
+            is_of_step = life.phase in ("forward", "backward") and life.iteration < self.iteration
+            if life.asked in _CUBLAS_WORKSPACES and is_of_step:
+                owners[life.number] = "work:cuBLAS workspace"
+        self.builder.own(owners)
 
     def _segment_changes(self, event: _Event) -> None:
         """Let the allocator know that it got a segment, or gave one back."""
@@ -461,8 +480,6 @@ class _History:
         number = len(self.requests)
         stream_number = self._stream(address, stream)
         self.machine.malloc(number, size, stream_number)
-        life = _Life(number, size, self.machine.live[number][-1].size)
-        self.alive[address] = life
         self.requests.append((number, size, stream_number))
         kind = place.kind
         if kind == "buffer":
@@ -472,6 +489,9 @@ class _History:
         site = place.site
         if not site and self.phase == "backward" and not self.gradients:
             site = _AUTOGRAD
+        rounded_size = self.machine.live[number][-1].size
+        life = _Life(number, size, rounded_size, self.iteration, self.phase)
+        self.alive[address] = life
         self.builder.memory(number, life.size, f"{owner} @{site}", stream_number)
 
     def _stream(self, address: int, stream: int) -> int:
@@ -560,9 +580,11 @@ def _place(values: Any) -> AllocationSite:
     kind = ""
     if site.startswith(_BUFFER) and frames[0].function == "__init__":
         kind = "buffer"
+    elif "get_cublas_workspace" in functions:  # Transformer Engine's own
+        kind = "work"
     elif not phase and is_optimizer:
         kind = "optim"
-    elif not phase and functions & _BUILDERS and "get_cublas_workspace" not in functions:
+    elif not phase and functions & _BUILDERS:
         kind = "param"
     return AllocationSite(site, phase, kind, bool(frames))
 

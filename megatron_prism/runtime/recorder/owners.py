@@ -276,9 +276,12 @@ def _parts(tensor: object) -> Iterable[object]:
 
 def _workspaces() -> Iterator[tuple[str, str, object]]:
     """What cuBLAS's handles and Transformer Engine's modules hold, if they are in use."""
-    yield from (("other", "cuBLAS workspace", tensor) for tensor in live_bytes.workspaces.values())
-    if (hooks := sys.modules.get("megatron_prism.runtime.te_kernels.hooks")) is not None:
-        yield from (("other", name, tensor) for name, tensor in hooks.kept())
+    for workspace in live_bytes.workspaces.values():
+        yield "work", "cuBLAS workspace", workspace
+    hooks = sys.modules.get("megatron_prism.runtime.te_kernels.hooks")
+    if hooks is not None:
+        for name, tensor in hooks.kept():
+            yield "work", name, tensor
 
 
 def _together(names: list[str]) -> str:

@@ -102,6 +102,29 @@ def test_recomputation_and_autograds_thread_are_backward(tmp_path):
     assert [op.label for op in program][1::2] == ["0F", "0B", "1F", "1B"]
 
 
+@pytest.mark.parametrize("size", [32 * MIB, 8_519_680])
+def test_what_products_keep_over_iterations_is_cublas_workspace(tmp_path, size):
+    forward = ("x/megatron/core/tensor_parallel/layers.py", "forward"), ("x/a.py", "forward_step")
+    step = ("x/megatron/core/optimizer/optimizer.py", "step")
+    workspace = event("alloc", 0, size, *forward)
+    activation = event("alloc", 64 * MIB, size, *forward)
+    of_first_iteration = [workspace, event("alloc", 128 * MIB, 512, step)]
+    whole = stored(tmp_path, [*of_first_iteration, activation])
+    by_kind = peaks.known_peak(snapshot.read(whole).program).by_kind
+    # an activation of the last iteration may be as large
+    assert by_kind["work"] == size
+    assert sum(by_kind.values()) == 2 * size + 512
+    first = stored(tmp_path, of_first_iteration)
+    assert peaks.known_peak(snapshot.read(first).program).by_kind["work"] == 0
+
+
+def test_the_workspace_of_transformer_engine_is_one(tmp_path):
+    made = ("x/transformer_engine/pytorch/cpp_extensions/gemm.py", "get_cublas_workspace")
+    events = [event("alloc", 0, MIB, made, ("x/a.py", "get_model"))]
+    program = snapshot.read(stored(tmp_path, events)).program
+    assert peaks.known_peak(program).by_kind["work"] == MIB
+
+
 @pytest.mark.parametrize(
     ("names", "phase"),
     [
