@@ -188,6 +188,7 @@ _IN_FRONT_WORD = re.compile(r"[Rr]ank|RANK|\[1,")  # what such a line has somewh
 _TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label: a rank, where a task is one
 _OF_TORCHRUN = re.compile(r"\[(?:default|trainer)\d+\]:|torch[./]distributed[./](?:elastic|run)")
 _LOCAL = re.compile(r"^\s*(?:\d{1,6}: )?\[(?:default|trainer)\d+\]:")  # torchrun --tee: a local one
+_LAUNCHED = re.compile(r"\s*((?:\d{1,6}: ?)?\[(?:default|trainer)\d+\]:|\d{1,6}: )")
 _ACTOR = re.compile(r"\((\w+ pid=\d+(?:, ip=[^)\s]+)?)\)")  # of Ray
 _PEELED = re.compile(
     r"\s*(?:\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[\s:]*"  # times
@@ -253,12 +254,18 @@ class Speakers:
                 ranks.add(rank)
         return ranks.pop() if len(ranks) == 1 else None
 
-    def unknown_actor(self, line: str) -> tuple[str, str]:
-        """Return the actor of Ray that speaks, of which no rank is known, and what it says."""
-        actor = _ACTOR.search(line)
-        if actor is None:
+    def unknown_process(self, line: str) -> tuple[str, str]:
+        """Return the process that speaks, of which no rank is known, and what it says.
+
+        It is an actor of Ray, or a local process of torchrun, perhaps with the task of srun.
+        """
+        process = _ACTOR.search(line) or _LAUNCHED.match(line)
+        if process is None:
             return "", line
-        return actor[1], line[actor.end() :].lstrip()
+        name = process[1].rstrip(": ")
+        if name.isdecimal():
+            name = f"task {name}"
+        return name, line[process.end() :]
 
     def of(self, line: str) -> tuple[int | None, str]:
         """(the global rank that speaks, what is left of the line)."""
@@ -271,7 +278,8 @@ class Speakers:
         if self.owner is not None:
             return self.owner, line
         task = _TASK.match(line)
-        if task is not None and self.tasks_are_ranks and not _LOCAL.match(line):
+        tasks_are_ranks = self.tasks_are_ranks and not self.has_torchrun
+        if task is not None and tasks_are_ranks and not _LOCAL.match(line):
             return int(task[1]), line[task.end() :]
         return self._of_group(line), line
 

@@ -224,7 +224,7 @@ class _Log:
         self.tracebacks: dict[int, Tracebacks] = defaultdict(Tracebacks)
         self.main_thread: set[int] = set()  # ranks of which that stack is being read
         self.native: LoggedCall | None = None  # the call of which torch's stack is being read
-        # of lines of which nobody knows the rank, by actors of Ray
+        # of lines of which nobody knows the rank, by processes as launchers name them
         self.unmarked: dict[str, Tracebacks] = defaultdict(Tracebacks)
         self.noted: list[tuple[int, int, int, float, object]] = []
         self.report: dict[str, int] = {}  # rows of torchrun's report of one failure
@@ -255,8 +255,8 @@ class _Log:
                 self._python(rank, rest)
             # torchrun's table says whose its traceback is
             elif "traceback :" not in line:
-                actor, message = speakers.unknown_actor(rest)
-                self.unmarked[actor].read(message)
+                process, message = speakers.unknown_process(rest)
+                self.unmarked[process].read(message)
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -272,13 +272,13 @@ class _Log:
             self.job.records.append(Record(rank, self.number, line, value, fired_s, issued_s, call,
                                            start, self.attempt))  # fmt: skip
         # torch marks lines from init_process_group on: what ended a rank before has no mark
-        for actor, tracebacks in self.unmarked.items():
-            process = "a process whose rank is not printed"
-            if actor:
-                process += f" ({actor})"
+        for process, tracebacks in self.unmarked.items():
+            text = "a process whose rank is not printed"
+            if process:
+                text += f" ({process})"
             for raised in tracebacks.raised:
                 if raised.kind in ("exception", "out of memory") and not raised.handled:
-                    self.job.unmarked.append(f"{process}: {raised.text}")
+                    self.job.unmarked.append(f"{text}: {raised.text}")
 
     def _note(self, rank: int, value: object) -> None:
         self.noted.append((rank, self.line, self.starts, self.fired_s, value))

@@ -274,6 +274,35 @@ def test_an_actor_of_ray_whose_rank_is_not_known_is_shown_with_its_exception(tmp
     assert not found.culprits
 
 
+@pytest.mark.parametrize(
+    ("prefix", "shown"), [("1: [default2]:", "1: [default2]"), ("[default2]:", "[default2]")]
+)
+def test_a_local_process_of_torchrun_is_shown_with_its_exception(prefix, shown, tmp_path):
+    """Under srun a task is a node, and torchrun's own mark is the process on it."""
+    waiting = ""
+    for rank in (0, 1, 5, 7):
+        mark = prefix.replace("1:", f"{rank // 4}:").replace("2]", f"{rank % 4}]")
+        waiting += "".join(f"{mark}{line}\n" for line in call(rank).splitlines())
+    error = TRACEBACK.format(error="ValueError: bad sample")
+    raised = "".join(f"{prefix}{line}\n" for line in error.splitlines())
+    found = judged(tmp_path, job=waiting + raised)
+    start = f"a process whose rank is not printed ({shown}): ValueError: bad sample"
+    assert any(line.startswith(start) for line in found.evidence)
+    assert not found.culprits
+
+
+def test_a_task_of_srun_that_runs_torchrun_is_a_node_also_where_its_ranks_are_silent(tmp_path):
+    """Rank 0 is on task 0, which alone says nothing of tasks."""
+    starts = "1: W1125 09:00:00.1 42 torch/distributed/run.py:793] Setting OMP_NUM_THREADS\n"
+    error = TRACEBACK.format(error="ImportError: no module")
+    raised = "".join(f"1: {line}\n" for line in error.splitlines())
+    waiting = "".join(f"0: {line}\n" for line in call(0).splitlines())
+    found = judged(tmp_path, job=starts + waiting + raised)
+    assert not found.culprits
+    process = "a process whose rank is not printed (task 1): ImportError: no module"
+    assert any(line.startswith(process) for line in found.evidence)
+
+
 # -- what became of a rank, and of the job --------------------------------------------------------
 def test_a_silent_rank_is_not_said_to_have_gone_on_after_an_exception_of_a_thread(tmp_path):
     mark = "[rank1]: "
