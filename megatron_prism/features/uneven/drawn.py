@@ -236,7 +236,10 @@ def _lines_of_times(times: StepTimes) -> list[str]:
     mean_ns = float(times.step_ns.mean())
     last_rank = int(times.last_share.argmax())
     last_share = float(times.last_share[last_rank])
-    last = format_percent(last_share)
+    last = "no dp rank is later than others"
+    if last_share:
+        share_of_steps = format_percent(last_share)
+        last = f"dp rank {last_rank} is the last in {share_of_steps} of the steps"
     wait_ns = round(times.mean_wait_ns)
     wait = format_ns(wait_ns)
     wait_share = format_percent(times.mean_wait_ns / mean_ns)
@@ -245,8 +248,7 @@ def _lines_of_times(times: StepTimes) -> list[str]:
         f"step time     median {middle}, 5 % to 95 %: {low} to {high}, longest {longest} "
         f"(iteration {slowest + 1})",
         f"              {format_ns(times.equal_ns)} if all samples had the mean length",
-        f"waiting       a dp rank waits {wait} ({wait_share} of a mean step) for others; dp rank "
-        f"{last_rank} is the last in {last} of the steps",
+        f"waiting       a dp rank waits {wait} ({wait_share} of a mean step) for others; {last}",
         f"fair deal     the same microbatches, dealt by their work, save "
         f"{format_percent(times.balanced_gain)} of a mean step",
         f"based on      captures of {captured} tokens, interpolated",

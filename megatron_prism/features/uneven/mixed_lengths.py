@@ -7,7 +7,7 @@ of a length between captured ones have sizes on the straight line through the tw
 it; a call whose size leaves that line in a third capture is refused.  Such programs have no times.
 
 Messages between stages have no microbatch of their own: the n-th of a direction is that of the n-th
-microbatch, which the schedule without chunks keeps.  Without ``--variable-seq-lengths`` a stage
+microbatch, which the schedule without chunks keeps.  Without ``variable_seq_lengths`` a stage
 receives tensors of ``--seq-length`` whatever is sent (core/pipeline_parallel/schedules.py:1946
 get_tensor_shapes @0.16.1); with it, the shape goes ahead (p2p_communication.py:165
 _communicate_shapes).  The counts of an all-to-all follow what other ranks send, since dispatchers
@@ -51,7 +51,7 @@ class LengthCaptures:
         captured: The capture whose ``--seq-length`` is that of the job.
         by_length: Tokens of a sample -> the capture.
         microbatches: Of an iteration.
-        lengths_vary: Whether stages send shapes ahead of tensors (``--variable-seq-lengths``).
+        lengths_vary: Whether stages send shapes ahead of tensors (``variable_seq_lengths``).
     """
 
     def __init__(self, captured: Programs, others: Sequence[Programs]) -> None:

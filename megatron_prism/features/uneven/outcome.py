@@ -220,7 +220,8 @@ def advice(sources: Sources, outcome: Outcome, inputs: Sequence[UnevenInput]) ->
     if is_of_lengths and finding.group == "PIPELINE_MODEL_PARALLEL_GROUP":
         return (
             "a stage receives tensors of --seq-length (core/pipeline_parallel/schedules.py "
-            "get_tensor_shapes): --variable-seq-lengths sends the shape ahead"
+            "get_tensor_shapes): variable_seq_lengths of the model's configuration, which no flag "
+            "of Megatron sets, sends the shape ahead"
         )
     if is_of_lengths and "EXPERT" in finding.group and "all_to_all" not in finding.picture:
         return (

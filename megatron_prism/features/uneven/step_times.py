@@ -29,8 +29,8 @@ class StepTimes:
         step_ns: int64 [iterations].
         equal_ns: A step whose samples all have the mean length (and the mean of squares).
         wait_ns: float64 [dp, dp]: how long a dp rank waits in a mean step for each other one.
-        last_share: float64 [dp], part of the steps in which a dp rank ends its last microbatch
-            after all others.
+        last_share: float64 [dp], part of the steps in which no dp rank ends its last microbatch
+            later, and some end it earlier.
         balanced_ns: int64 [iterations], if the same microbatches were dealt to dp ranks so that
             each has equal work.
         outside: Part of the microbatches that is shorter or longer than every capture.
@@ -107,8 +107,10 @@ def step_times(curves: LengthCurves, batches: Batches) -> StepTimes:
         step = _evaluate(curves, tokens, squares)
         step_ns[iteration] = step.ns
         wait_ns += _waits(curves, step)
-        last_dp_rank = step.end.argmax()
-        last_count[last_dp_rank] += 1
+        is_last = step.end == step.end.max()
+        # nobody waits where all end together
+        if not is_last.all():
+            last_count[is_last] += 1
 
         # the same microbatches, each dp rank with as much work
         work = _work_of_microbatches(curves, tokens, squares)

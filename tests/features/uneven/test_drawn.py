@@ -15,7 +15,13 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import dump
 from megatron_prism.core.world import World
-from megatron_prism.features.uneven.drawn import batches_of_file, examine_run, to_json, to_text
+from megatron_prism.features.uneven.drawn import (
+    _lines_of_times,
+    batches_of_file,
+    examine_run,
+    to_json,
+    to_text,
+)
 from megatron_prism.features.uneven.length_curves import make_curves, polynomial_weights
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.rank_programs import Sources, apply_inputs
@@ -123,6 +129,20 @@ def test_lengths_outside_of_the_captures_are_said():
     batches = drawn((16, 64))
     times = step_times(make_curves(captures((64, 40))), batches)
     assert times.outside == (batches.tokens == 16).mean() > 0.5
+
+
+def test_no_dp_rank_is_the_last_where_all_samples_are_alike():
+    batches = drawn((16,))
+    tokens = np.full_like(batches.tokens, 64)
+    batches = Batches(tokens, tokens.astype(float) ** 2, False, "")
+    times = step_times(make_curves(captures()), batches)
+    assert not times.last_share.any()
+    waiting = next(line for line in _lines_of_times(times) if line.startswith("waiting"))
+    assert waiting.endswith("for others; no dp rank is later than others")
+    # two of four
+    tokens[:, 2:] = 16
+    times = step_times(make_curves(captures()), dataclasses.replace(batches, tokens=tokens))
+    assert times.last_share.tolist() == [1, 1, 0, 0]
 
 
 def test_the_dp_rank_with_the_longest_samples_is_awaited():

@@ -52,7 +52,7 @@ OF_RECIPES = {
     "long lengths=dp=1:64,32,64,64 capture=short": (
         "smallest example: lengths=2,3,6,7:64,32,64,64",
         f"shape in {PP}, call #2",
-        "--variable-seq-lengths sends the shape ahead",
+        "variable_seq_lengths of the model's configuration",
     ),
     "varies-long lengths=dp=1:64,32,64,64 capture=varies-short": (),
     "long microbatches=dp=1:3": (),
