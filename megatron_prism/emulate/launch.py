@@ -51,19 +51,25 @@ def run_script(argv: Sequence[str]) -> int:
 
     Flags before the script are ours; ``--prism-emulate`` is implied.
     """
-    given, line = split_line(argv, flags.alone())
-    ours, job = job_of(line, given)
+    leading, line = split_line(argv, flags.alone())
+    inner, job = job_of(line, leading)
     if not job:
         raise UsageError(
             "prism run needs a script", fix="prism run -- pretrain_gpt.py <the job's arguments>"
         )
     module = job[0] == "-m"
-    script, *rest = job[1:] if module else job
-    ours = [*given, *ours]
-    emulate = [] if "--prism-emulate" in [*ours, *rest] else ["--prism-emulate"]
+    # as Python does: of a module the current folder, of a file its own
+    if module:
+        script, *words = job[1:]
+        place = str(Path.cwd())
+    else:
+        script, *words = job
+        place = str(Path(script).resolve().parent)
+    words = [*leading, *inner, *words]
+    if "--prism-emulate" not in words:
+        words.insert(0, "--prism-emulate")
     session = Session()  # open until the process ends
-    place = str(Path.cwd() if module else Path(script).resolve().parent)
-    session.changes.set(sys, "argv", [script, *emulate, *ours, *rest])
+    session.changes.set(sys, "argv", [script, *words])
     sys.path.insert(0, place)
     session.changes.on_undo(lambda: sys.path.remove(place))
     gc.disable()  # what is imported stays: looking through it takes a second of five
@@ -371,15 +377,18 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
         look.finish()
     job_arguments.check_sizes()
     rank_server.fork_ranks(_becoming(run, session))
-    if (given := job_arguments.parsed()) is not None:
-        run.monitor.world_known(flags.parsed_world(given.world_size, vars(given)))
+    arguments = job_arguments.parsed()
+    if arguments is not None:
+        run.monitor.world_known(flags.parsed_world(arguments.world_size, vars(arguments)))
     if run.on_arguments:
-        arguments = job_arguments.of_running_job()
+        arguments_of_job = job_arguments.of_running_job()
         for tell in run.on_arguments:
-            tell(arguments)
+            tell(arguments_of_job)
     options, device = run.options, run.tier.device
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "nccl"
     session.changes.on_undo(stop)
     values = Values(options.values, rank=options.rank)
     for replayer in run.calls:
@@ -392,7 +401,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
             values=values,
             device=device,
             store=run.store,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             tally=run.tally,
             listeners=run.calls,
             patient=options.holds_calls,
@@ -409,13 +418,14 @@ def _check_devices(options: flags.Options) -> None:
         return
     import torch
 
-    local, have = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    here = launchers.processes_here(os.environ, options.num_processes)
-    if local >= have or here > have:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    num_devices = torch.cuda.device_count()
+    num_local = launchers.processes_here(os.environ, options.num_processes)
+    if local >= num_devices or num_local > num_devices:
+        ranks, devices = counted(num_local, "local rank"), counted(num_devices, "CUDA device")
         raise UsageError(
-            f"{counted(here, 'local rank')} on {counted(have, 'CUDA device')}: two would share "
-            "one, and NCCL cannot connect them",
-            fix=f"torchrun --nproc-per-node {have}, each rank alone, or --prism-tier cpu",
+            f"{ranks} on {devices}: two would share one, and NCCL cannot connect them",
+            fix=f"torchrun --nproc-per-node {num_devices}, each rank alone, or --prism-tier cpu",
         )
 
 

@@ -223,12 +223,13 @@ def _check_memory(recipe: Recipe) -> None:
     others' work.
     """
     with contextlib.suppress(OSError):  # not Linux
-        said = Path("/proc/meminfo").read_text()
-        have, least = int(said.split("MemAvailable:")[1].split()[0]) << 10, memory_bound(recipe)
-        if least > have:
+        meminfo = Path("/proc/meminfo").read_text()
+        free_kib = meminfo.split("MemAvailable:")[1].split()[0]
+        free_bytes, bound = int(free_kib) << 10, memory_bound(recipe)
+        if bound > free_bytes:
             raise UsageError(
-                f"a rank needs at least {format_bytes(least)} of host memory on tier cpu, and "
-                f"{format_bytes(have)} are free",
+                f"a rank needs at least {format_bytes(bound)} of host memory on tier cpu, and "
+                f"{format_bytes(free_bytes)} are free",
                 fix="prism.tier=meta, which needs none for tensors, or a smaller model",
             )
 
@@ -238,15 +239,17 @@ def job_of(recipe: Recipe) -> Job:
     prism = recipe.prism
     if prism.tier == "cpu":
         _check_memory(recipe)
-    ours = ["--prism-values", prism.values]
+    prism_words = ["--prism-values", prism.values]
     if prism.gpus_per_node is not None:
-        ours += ["--prism-gpus-per-node", str(prism.gpus_per_node)]
+        prism_words += ["--prism-gpus-per-node", str(prism.gpus_per_node)]
     if prism.te_version is not None:
-        ours += ["--prism-te-version", prism.te_version]
-    ours += ["--prism-all-microbatches"] if prism.all_microbatches else []
-    ours += shlex.split(prism.flags)
+        prism_words += ["--prism-te-version", prism.te_version]
+    if prism.all_microbatches:
+        prism_words.append("--prism-all-microbatches")
+    prism_words += shlex.split(prism.flags)
     source = source_of(recipe)
-    return Job(("-m", SCRIPT, *recipe.words()), tuple(ours), recipe.world, source["tier"], source)
+    words = ("-m", SCRIPT, *recipe.words())
+    return Job(words, tuple(prism_words), recipe.world, source["tier"], source)
 
 
 def source_of(recipe: Recipe) -> dict[str, str]:

@@ -69,8 +69,10 @@ def run(session: Session, recipe: Recipe, rank: int, slices: Path | None = None)
 
 def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = None) -> Run:
     """The run of a process that is attached for a rank of ``recipe``."""
-    tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
-    given = options.Options(
+    tier = recipe.prism.tier
+    if tier == "auto":
+        tier = "meta"
+    run_options = options.Options(
         recipe.world,
         0,
         1,
@@ -81,7 +83,7 @@ def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = 
         te_version=recipe.prism.te_version,
     )
     session.changes.on_undo(gc.unfreeze)  # or the model would stay in memory for good
-    launch.attach(given, session)
+    launch.attach(run_options, session)
     assert launch.running is not None
     return launch.running
 
@@ -110,8 +112,8 @@ def train(recipe: Recipe, run: Run) -> Json:
 
 def build(recipe: Recipe, run: Run) -> RankJob:
     """Bring the world of ``recipe`` up, and build what is trained."""
-    there = sys.modules.get("transformer_engine") or find_spec("transformer_engine")
-    if recipe.transformer_impl == "transformer_engine" and not there:
+    engine = sys.modules.get("transformer_engine") or find_spec("transformer_engine")
+    if recipe.transformer_impl == "transformer_engine" and not engine:
         raise UnsupportedError(
             "transformer_impl=transformer_engine needs Transformer Engine, absent here",
             fix="install it, or use transformer_impl=local",
@@ -267,7 +269,7 @@ class RankJob:
             "memory": memory,
             "build_s": round(build_s, 3),
             "run_s": round(run_s, 3),
-            "iteration_s": [round(one.wall_ns / 1e9, 3) for one in monitor.iterations],
+            "iteration_s": [round(entry.wall_ns / 1e9, 3) for entry in monitor.iterations],
             "host_peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
@@ -311,7 +313,7 @@ def batches(recipe: Recipe, device: torch.device) -> Iterator[Batch]:
         mask = torch.empty((size, len(keep)), dtype=torch.float32, device=device)
         like = {"tokens": ids, "labels": ids, "positions": ids, "mask": mask}
         while True:
-            yield {name: torch.empty_like(one) for name, one in like.items()}
+            yield {name: torch.empty_like(tensor) for name, tensor in like.items()}
     sample = _samples(recipe)
     number = parallel_state.get_data_parallel_rank() * size
     while True:
@@ -393,19 +395,24 @@ def refusals() -> Iterator[None]:
         raise RecipeError(words, fix="change the flags that Megatron names here") from error
 
 
-def configured(kind: type[T], recipe: Recipe, **more: object) -> T:
+def configured(kind: type[T], recipe: Recipe, **defaults: object) -> T:
     """One of Megatron's configurations, with what the recipe says of its fields.
 
-    more : what ``megatron.training`` would say where the recipe does not
+    defaults : what ``megatron.training`` would say where the recipe does not
     """
-    given = {**more, **{FIELD.get(name, name): one for name, one in recipe.flags.items()}}
-    fields = {}
-    for one in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if one.name in given:
-            value = given[one.name]
-            named = isinstance(value, str) and isinstance(one.type, enum.EnumMeta)
-            fields[one.name] = one.type[value] if named else value
-    return kind(**fields)
+    values = dict(defaults)
+    for name, value in recipe.flags.items():
+        values[FIELD.get(name, name)] = value
+    settings = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name not in values:
+            continue
+        value = values[field.name]
+        # an enum's member by its name, as Megatron's parser reads it
+        if isinstance(value, str) and isinstance(field.type, enum.EnumMeta):
+            value = field.type[value]
+        settings[field.name] = value
+    return kind(**settings)
 
 
 def transformer_config(recipe: Recipe) -> Foreign:
@@ -440,7 +447,9 @@ def transformer_config(recipe: Recipe) -> Foreign:
         fields |= {"q_lora_rank": r.q_lora_rank, "kv_lora_rank": r.kv_lora_rank}
     if not te:  # grouped products need Transformer Engine: one expert after the other
         r = r.changed(moe_grouped_gemm=False)
-    return configured(MLATransformerConfig if latent else TransformerConfig, r, **fields)
+    if latent:
+        return configured(MLATransformerConfig, r, **fields)
+    return configured(TransformerConfig, r, **fields)
 
 
 def check_layers(recipe: Recipe) -> None:
@@ -454,7 +463,11 @@ def check_layers(recipe: Recipe) -> None:
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
-    return torch.bfloat16 if recipe.bf16 else torch.half if recipe.fp16 else torch.float32
+    if recipe.bf16:
+        return torch.bfloat16
+    if recipe.fp16:
+        return torch.half
+    return torch.float32
 
 
 def chunks(recipe: Recipe, config: Foreign) -> list[Foreign]:
@@ -543,8 +556,9 @@ def _hybrid(m: Recipe, both: dict[str, Foreign]) -> torch.nn.Module:
     model = getattr(import_module(f"{place}_model"), f"{kind.title()}Model")
     name = f"{kind}_stack_spec"
     spec = {name: getattr(import_module(f"{place}_layer_specs"), name)}
-    made: torch.nn.Module = model(**both, **spec, hybrid_override_pattern=m.hybrid_override_pattern)
-    return made
+    pattern = m.hybrid_override_pattern
+    module: torch.nn.Module = model(**both, **spec, hybrid_override_pattern=pattern)
+    return module
 
 
 def optimizer(recipe: Recipe, config: Foreign, model: list[Foreign]) -> Foreign:

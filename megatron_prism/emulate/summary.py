@@ -36,9 +36,9 @@ FORMAT = 1  # version of the JSON below
 _UNPACED = ", but virtual ranks answer at once: communication and bubbles cost nothing here"
 
 
-def parts_of(found: dict[str, int]) -> dict[str, int | None]:
+def parts_of(peaks: dict[str, int]) -> dict[str, int | None]:
     """Every part of a job and its peak; None where it did not run."""
-    return {name: found.get(name) for name in PARTS}
+    return {name: peaks.get(name) for name in PARTS}
 
 
 def add_to(run: Run, session: Session) -> None:
@@ -67,15 +67,19 @@ class Reporter(TrainingListener):
     def banner(self) -> None:
         """One line on stderr at the start: what is real, what is not."""
         options = self.options
-        others = options.world.size - len(options.ranks)
+        num_virtual = options.world.size - len(options.ranks)
         place = coordinates(options)
-        virtual = f"{counted(others, 'rank')} {'is' if others == 1 else 'are'} virtual"
+        verb = "are"
+        if num_virtual == 1:
+            verb = "is"
+        virtual = f"{counted(num_virtual, 'rank')} {verb} virtual"
         self._say(
             f"emulating rank {options.rank} of {options.world.size:,} ({place}) on tier "
             f"{self.tier.name}; {virtual}, values: {options.values}"
         )
-        for what in self.tier.stand_in if options.verbose else ():
-            self._say(f"  stand-in  {what}")
+        if options.verbose:
+            for stand_in in self.tier.stand_in:
+                self._say(f"  stand-in  {stand_in}")
         if self.tier.name == "meta":
             self._say("  tier meta has shapes only: what depends on data is unknown in the log")
 
@@ -133,10 +137,10 @@ class Reporter(TrainingListener):
 
     def _sections(self) -> Json:
         """Make the JSON of the features' sections: null for a feature that was not asked for."""
-        found: Json = {row.section: None for row in feature_flags() if row.section}
+        summaries: Json = {row.section: None for row in feature_flags() if row.section}
         for section in self.sections:
-            found[section.name] = section.summary()
-        return found
+            summaries[section.name] = section.summary()
+        return summaries
 
     def _replayed(self) -> dict[str, int] | None:
         """How many control values were replayed, and how many had to be mirrored instead."""
@@ -149,14 +153,15 @@ class Reporter(TrainingListener):
     def _memory(self) -> Json:
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
-            found = self._modelled(self.tier.live, self.options.world.size)
-            engine = sys.modules.get("transformer_engine")  # None: the job has none
-            found["transformer_engine"] = None if engine is None else engine_version()
+            memory = self._modelled(self.tier.live, self.options.world.size)
+            memory["transformer_engine"] = None
+            if sys.modules.get("transformer_engine") is not None:
+                memory["transformer_engine"] = engine_version()
             graphs = "cuda_graph_impl" not in job_arguments.left_out
             unknown = estimates.estimates(job_arguments.of_running_job(), graphs)
-            found["estimated"] = [asdict(estimate) for estimate in unknown]
-            found["provenance"] = estimates.described(found["provenance"], unknown)
-            return found
+            memory["estimated"] = [asdict(estimate) for estimate in unknown]
+            memory["provenance"] = estimates.described(memory["provenance"], unknown)
+            return memory
         if self.tier.name == "cuda":
             import torch
 

@@ -159,8 +159,12 @@ def run(
     bars = Progress(*columns, console=console, disable=not console.is_terminal)
     say = partial(console.print, end="")
     far = progress(lambda: doing or _far(tasks, running, done, bars), say)
-    with bars, contextlib.nullcontext() if console.is_terminal else far, selector:
-        made = [bars.add_task(task.title, total=1, what="waiting") for task in tasks]
+    talk: contextlib.AbstractContextManager[None] = far
+    # a terminal shows the bars
+    if console.is_terminal:
+        talk = contextlib.nullcontext()
+    with bars, talk, selector:
+        bar_of_task = [bars.add_task(task.title, total=1, what="waiting") for task in tasks]
         # several ranks share the imports of one process; a single one would wait for it
         template = None
         if can_fork() and len(tasks) > 1 and all(task.forks for task in tasks):
@@ -170,7 +174,7 @@ def run(
             while waiting or running or ended:
                 while waiting and len(running) < num_workers:
                     place, task = waiting.pop(0)
-                    worker = _start(task, place, made[place], noted, template)
+                    worker = _start(task, place, bar_of_task[place], noted, template)
                     bars.update(worker.bar, what="starting")
                     running.append(worker)
                     selector.register(worker.events, io_selectors.EVENT_READ, worker)
@@ -273,8 +277,9 @@ def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
     for line in lines:
         event = json.loads(line)
         if event["kind"] == "step":
-            what = f"{event['done']}/{event['total']} steps of a microbatch"
-            bars.update(worker.bar, completed=event["done"], total=event["total"], what=what)
+            done, total = event["done"], event["total"]
+            text = f"{done}/{total} steps of a microbatch"
+            bars.update(worker.bar, completed=done, total=total, what=text)
         elif event["kind"] == "note":
             if event["text"] not in worker.noted:
                 worker.noted.add(event["text"])
@@ -342,23 +347,25 @@ def capture_world(
     Returns:
         The world, and what the recorded ranks said of themselves.
     """
-    found: list[Said] = []
-    there = set(store.ranks())
-    missing = tuple(rank for rank in ranks if rank not in there)
+    results: list[Said] = []
+    recorded_ranks = set(store.ranks())
+    missing = tuple(rank for rank in ranks if rank not in recorded_ranks)
     if len(missing) < len(ranks):
         console.print(f"  {'kept':<20} {counted(len(ranks) - len(missing), 'slice')} there already")
     while True:
-        found += record(missing) if missing else []
+        if missing:
+            results += record(missing)
         try:
-            made = assemble(store.folder)
+            programs = assemble(store.folder)
             break
+        # a peer of a rank may have other layers than all that were recorded
         except MissingSlicesError as error:
-            there = set(store.ranks())
-            missing = tuple(rank for rank in error.ranks if rank not in there)
+            recorded_ranks = set(store.ranks())
+            missing = tuple(rank for rank in error.ranks if rank not in recorded_ranks)
             if not missing:
                 raise
             console.print(
                 f"  {counted(len(missing), 'rank')} more ({format_ranks(missing)}): {error.why}"
             )
-    program.save(made, store.folder / WORLD, force=True)
-    return made, found
+    program.save(programs, store.folder / WORLD, force=True)
+    return programs, results
