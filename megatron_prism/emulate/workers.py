@@ -322,7 +322,9 @@ def _finish(worker: _Worker, bars: Progress) -> Json:
         raise error
     end = failure.get("trace") or log.decode(errors="replace")[-2000:]
     message = failure.get("message") or f"its process ended with status {status}"
-    fix = f"look at {task.log}" if task.log else "report this as a bug"
+    fix = "report this as a bug"
+    if task.log:
+        fix = f"look at {task.log}"
     if status == -signal.SIGKILL:
         fix = "if memory ran out, run fewer ranks at once or one alone; " + fix
     raise NotTrainedError(f"rank {task.rank} failed: {message}{where}\n{end}", fix=fix)

@@ -98,12 +98,13 @@ def read(trace: Trace) -> tuple[dict[object, Launch], list[KernelSpan]]:
     for event in trace["traceEvents"]:
         category, name = event.get("cat"), event.get("name", "")
         if category in _LAUNCH:
-            took = _ns(event.get("dur", 0))
-            launched[event["args"].get("correlation")] = Launch(_ns(event["ts"]), took, name)
+            begin, took = _ns(event["ts"]), _ns(event.get("dur", 0))
+            correlation = event["args"].get("correlation")
+            launched[correlation] = Launch(begin, took, name)
         elif category in _DEVICE and _PEER_COPY not in name:
-            begin = _ns(event["ts"])
-            end, correlation = begin + _ns(event["dur"]), event["args"].get("correlation")
-            kernels.append(KernelSpan(begin, end, correlation, name))
+            begin, took = _ns(event["ts"]), _ns(event["dur"])
+            correlation = event["args"].get("correlation")
+            kernels.append(KernelSpan(begin, begin + took, correlation, name))
     return launched, kernels
 
 
@@ -122,49 +123,85 @@ def busy_ns(trace: Trace, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     trace  : as Kineto exports it; bounds: the host's clock (``time.time_ns``) around each segment
     """
     launched, kernels = read(trace)
-    kernels.sort(key=lambda kernel: kernel[:2])
-    rows = np.array(
-        [(b, e, launched[c].at) for b, e, c, _ in kernels if c in launched], dtype=np.int64
-    )
-    total_ns = sum(k.end - k.begin for k in kernels)
-    strange = total_ns - sum(k.end - k.begin for k in kernels if k.correlation in launched)
-    nothing = 0 if total_ns and strange <= _STRANGE * total_ns else -1
+    kernels.sort(key=lambda kernel: (kernel.begin, kernel.end))
     limits = limits_of(trace, bounds)
     times = np.zeros((3, len(bounds)), dtype=np.int64)
     times[1] = limits[:, 1] - limits[:, 0]
+    nothing = _ns_of_no_kernel(launched, kernels)
+    rows = _rows(launched, kernels)
     if not rows.size or not bounds:
         times[0] = nothing
         return times
+
+    # kernels in the order of their segments, and of their begin there
     segment = np.searchsorted(limits[:, 0], rows[:, 2], side="right") - 1
     inside = (segment >= 0) & (rows[:, 2] < limits[segment, 1])
     rows, segment = rows[inside], segment[inside]
     order = np.lexsort((rows[:, 0], segment))
     rows, segment = rows[order], segment[order]
-    begin, end = rows[:, 0], rows[:, 1]
-    # where the segment's kernels so far end; kernels of several streams may overlap
-    first = np.concatenate(([True], segment[1:] != segment[:-1]))
-    reach = end.copy()
-    for i in range(1, len(reach)):
-        if not first[i] and reach[i - 1] > reach[i]:
-            reach[i] = reach[i - 1]
-    before = np.concatenate(([0], reach[:-1]))
-    gap = np.where(first, 0, begin - before)
-    timely = ~first & (rows[:, 2] + _LAUNCH_NS <= before) & (gap > 0)
-    usual = int(np.median(gap[timely])) if timely.any() else _GAP_NS
-    taken = np.where(timely | (gap <= 0), np.maximum(gap, 0), np.minimum(gap, usual))
-    taken[first] = usual
-    added = np.where(first, end - begin, np.maximum(0, end - np.maximum(begin, before)))
-    np.add.at(times[0], segment, taken + added)
-    times[0, np.bincount(segment, minlength=len(bounds)) == 0] = nothing
-    np.minimum.at(times[1], segment, rows[:, 2] - limits[segment, 0])
-    times[2, segment[first]] = begin[first] <= rows[first, 2] + _IDLE_NS
+    begin, end, launch = rows.T
+    is_first = np.concatenate(([True], segment[1:] != segment[:-1]))
+
+    # a gap counts as it is where the host was ahead, else as gaps usually are
+    before = np.concatenate(([0], _reach(end, is_first)[:-1]))
+    gap = np.where(is_first, 0, begin - before)
+    timely = ~is_first & (launch + _LAUNCH_NS <= before) & (gap > 0)
+    usual_gap = _GAP_NS
+    if timely.any():
+        usual_gap = int(np.median(gap[timely]))
+    keeps_gap = timely | (gap <= 0)
+    counted_gap = np.where(keeps_gap, np.maximum(gap, 0), np.minimum(gap, usual_gap))
+    counted_gap[is_first] = usual_gap
+
+    # of kernels of several streams at a time only the longest counts
+    beyond_others = np.maximum(0, end - np.maximum(begin, before))
+    added = np.where(is_first, end - begin, beyond_others)
+    np.add.at(times[0], segment, counted_gap + added)
+    num_kernels = np.bincount(segment, minlength=len(bounds))
+    times[0, num_kernels == 0] = nothing
+    np.minimum.at(times[1], segment, launch - limits[segment, 0])
+    times[2, segment[is_first]] = begin[is_first] <= launch[is_first] + _IDLE_NS
     return times
 
 
-def device_ns(each: np.ndarray, traced: np.ndarray, waits: np.ndarray | None = None) -> np.ndarray:
+def _rows(launched: dict[object, Launch], kernels: Sequence[KernelSpan]) -> np.ndarray:
+    """int64 [kernels, 3]: begin, end and launch of those whose launch was traced."""
+    rows = []
+    for kernel in kernels:
+        if kernel.correlation in launched:
+            rows.append((kernel.begin, kernel.end, launched[kernel.correlation].at))
+    return np.array(rows, dtype=np.int64)
+
+
+def _ns_of_no_kernel(launched: dict[object, Launch], kernels: Sequence[KernelSpan]) -> int:
+    """Say what a segment without kernels is: 0, or -1 where kernels have no known launch."""
+    total_ns = strange_ns = 0
+    for kernel in kernels:
+        took = kernel.end - kernel.begin
+        total_ns += took
+        if kernel.correlation not in launched:
+            strange_ns += took
+    if total_ns and strange_ns <= _STRANGE * total_ns:
+        return 0
+    return -1
+
+
+def _reach(end: np.ndarray, is_first: np.ndarray) -> np.ndarray:
+    """Where the segment's kernels so far end; kernels of several streams may overlap."""
+    reach = end.copy()
+    for i in range(1, len(reach)):
+        if not is_first[i] and reach[i - 1] > reach[i]:
+            reach[i] = reach[i - 1]
+    return reach
+
+
+def device_ns(
+    elapsed_ns: np.ndarray, traced: np.ndarray, waits: np.ndarray | None = None
+) -> np.ndarray:
     """int64 [segments]: what each takes if the host is always ahead.
 
-    each   : [iterations, segments] between the CUDA events around each, where nothing was traced
+    elapsed_ns : [iterations, segments] between the CUDA events around each, where nothing was
+                 traced
     traced : by ``busy_ns``
     waits  : [iterations, segments] of that, for which the device waited for its host; None: known
              of no segment but where an idle device waited for its first launch
@@ -179,20 +216,28 @@ def device_ns(each: np.ndarray, traced: np.ndarray, waits: np.ndarray | None = N
     limit): no segment's median has that, but every iteration has, so all are brought to the median
     of what those that keep up take together.
     """
-    busy, median_ns = traced[0], np.median(each, axis=0)
+    busy, median_ns = traced[0], np.median(elapsed_ns, axis=0)
     if waits is None:
-        elapsed = median_ns - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * median_ns), 0)
-        sure, middle = np.ones(len(busy), dtype=bool), median_ns
+        first_wait = np.minimum(traced[1], _LATE * median_ns)
+        own_ns = median_ns - np.where(traced[2] > 0, first_wait, 0)
+        hardly_waits = np.ones(len(busy), dtype=bool)
+        usual_ns = median_ns
     else:
-        each = np.maximum(each - waits, 0)
-        sure = np.median(waits, axis=0) <= _SURE * median_ns
-        elapsed = middle = np.where(busy < 0, median_ns, np.median(each, axis=0))
-    ahead = sure & (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
-    ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
-    is_late = elapsed[ahead].sum() > _LATE * elapsed.sum()
-    late = np.minimum(median_ns, busy * (ratio if is_late else 1.0))
-    dips = np.median(each[:, ahead].sum(axis=1)) / middle[ahead].sum() if is_late else 1.0
-    return np.rint(np.where(ahead | (busy < 0), elapsed, late) * dips).astype(np.int64)
+        elapsed_ns = np.maximum(elapsed_ns - waits, 0)
+        hardly_waits = np.median(waits, axis=0) <= _SURE * median_ns
+        own_ns = np.where(busy < 0, median_ns, np.median(elapsed_ns, axis=0))
+        usual_ns = own_ns
+    keeps_up = hardly_waits & (busy > 0) & (own_ns <= (1 + _LATE) * busy + _GAP_NS)
+
+    # what keeps up says how clocks are beside those of the traced iteration, if it is enough
+    clock_ratio = dips = 1.0
+    if own_ns[keeps_up].sum() > _LATE * own_ns.sum():
+        clock_ratio = own_ns[keeps_up].sum() / busy[keeps_up].sum()
+        together_ns = elapsed_ns[:, keeps_up].sum(axis=1)
+        dips = np.median(together_ns) / usual_ns[keeps_up].sum()
+    kernels_ns = np.minimum(median_ns, busy * clock_ratio)
+    ns = np.where(keeps_up | (busy < 0), own_ns, kernels_ns)
+    return np.rint(ns * dips).astype(np.int64)
 
 
 def _ns(microseconds: float) -> int:
@@ -232,12 +277,13 @@ class Launches:
         """float64 [segments]: L + R - ns on a host that takes ``host`` ns for each, and on a device
         that takes ``ns``; 0 where there is no kernel.  ``own``: the tracing's part at its begin.
         """
-        at = self.segment
-        place = (self.after - own[at]) / np.maximum(1, self.length - own)[at]
-        come = np.clip(place, 0, 1) * host[at]
-        done = self.before / np.maximum(1, self.busy)[at] * ns[at]
+        segment = self.segment
+        without_own = np.maximum(1, self.length - own)
+        place = (self.after - own[segment]) / without_own[segment]
+        launched_ns = np.clip(place, 0, 1) * host[segment]
+        done_share = self.before / np.maximum(1, self.busy)[segment]
         leads = np.zeros(len(self.length))
-        np.maximum.at(leads, at, come - done)
+        np.maximum.at(leads, segment, launched_ns - done_share * ns[segment])
         return leads
 
     def waits(self, own: np.ndarray, host: np.ndarray, behind: np.ndarray) -> np.ndarray:
@@ -254,24 +300,25 @@ def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
     begun, kernels = read(trace)
     limits = limits_of(trace, bounds)
     # (when, for how long) the host waited for room
-    waits = sorted(
-        (launch.at, launch.took)
-        for launch in begun.values()
-        if "Launch" in launch.name and launch.took > _ROOM_NS
-    )
-    when = np.array([at for at, _ in waits], dtype=np.int64)
+    waits = []
+    for launch in begun.values():
+        if "Launch" in launch.name and launch.took > _ROOM_NS:
+            waits.append((launch.at, launch.took))
+    waits.sort()
+    wait_begins = np.array([begin for begin, _ in waits], dtype=np.int64)
     waited = np.concatenate(([0], np.cumsum([took for _, took in waits]))).astype(np.int64)
 
     def host(times: np.ndarray) -> np.ndarray:
-        """Those times on a clock that stands still while the host waits for room."""
-        moved: np.ndarray = times - waited[np.searchsorted(when, times)]
+        """Return times on a clock that stands still while the host waits for room."""
+        moved: np.ndarray = times - waited[np.searchsorted(wait_begins, times)]
         return moved
 
-    rows = sorted(
-        (begun[k.correlation].at, k.end - k.begin, _PRODUCTS.match(k.name) is not None)
-        for k in kernels
-        if k.correlation in begun
-    )
+    rows = []
+    for kernel in kernels:
+        if kernel.correlation in begun:
+            took, is_product = kernel.end - kernel.begin, _PRODUCTS.match(kernel.name) is not None
+            rows.append((begun[kernel.correlation].at, took, is_product))
+    rows.sort()
     launched, takes, product = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     segment = np.searchsorted(limits[:, 0], launched, side="right") - 1
     inside = segment >= 0
