@@ -447,7 +447,7 @@ def _check_batches(recipe: Recipe, world: World) -> None:
     if count > MOST_MICROBATCHES:
         fix = f"use global_batch_size={MOST_MICROBATCHES * step} or less"
         raise RecipeError(f"{count:,} microbatches an iteration", fix=fix)
-    # core/pipeline_parallel/schedules.py:1007
+    # Megatron refuses it when it trains (core/pipeline_parallel/schedules.py:1007)
     if world.vpp is not None and count % world.pp:
         text = f"the interleaved schedule takes microbatches in rounds of pp {world.pp}, "
         text += f"but there are {count} = {batch} / ({arithmetic})"

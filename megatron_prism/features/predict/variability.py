@@ -322,6 +322,7 @@ def read_variability(name: str | os.PathLike[str]) -> Variability:
 
 _SHARE = 0.95  # of a rank's time: the longest segments that make it up are looked at
 _WAITS = 0.05  # of a segment's time: waiting less than that for the host is no waiting
+_LEAST_SHARE = 0.05  # of a device's time without waits: with less its samples are of the host
 _ENOUGH_ITERATIONS = 40  # iterations that may stand for themselves
 _RANKS = 5  # of the same ops: fewer say nothing of the spread between GPUs
 
@@ -340,12 +341,12 @@ def _iterations(timed: Iterable[Program]) -> int:
     return sum(len(program.samples) for program in timed)
 
 
-def fitted(programs: Programs, other: Variability) -> Variability:
-    """Return spreads as the slices' samples say, and others where the samples say nothing.
+def fitted(programs: Programs, defaults: Variability) -> Variability:
+    """Return spreads as the slices' samples say, and the defaults' where these say nothing.
 
     Args:
         programs: With samples.
-        other: The other spreads.
+        defaults: Spreads of another job, or of a calibration.
 
     Raises:
         PrismError: No slice has two timed iterations, or there are samples that cannot be.
@@ -353,25 +354,32 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     timed = _timed(programs)
     _check_timed(timed)
     shapes: dict[str, Distribution] = {}
+
+    # devices: those that nearly always wait for their host say how the host varies
     devices = [_device(program) for program in timed]
-    own = [device for device in devices if device.share >= _WAITS]
-    has_enough = _iterations(device.program for device in own) >= FEWEST
+    busy_devices = [device for device in devices if device.share >= _LEAST_SHARE]
+    has_enough = _iterations(device.program for device in busy_devices) >= FEWEST
     # where no device waits for its host, fitting says itself that there are too few iterations
-    if has_enough or len(own) == len(devices):
-        steps = np.concatenate([_step_factors(device) for device in own])
-        segments = np.concatenate([_segment_factors(device) for device in own])
+    if has_enough or len(busy_devices) == len(devices):
+        steps = np.concatenate([_step_factors(device) for device in busy_devices])
+        segments = np.concatenate([_segment_factors(device) for device in busy_devices])
         shapes["step"] = _centred(fit(steps, "an iteration's factor", _ENOUGH_ITERATIONS))
         shapes["segment"] = _centred(fit(segments, "a segment's factor"))
-    gpu = _between_gpus(programs, own, other)
+    gpu = _between_gpus(programs, busy_devices, defaults)
+
+    # hosts
     hosts = _host_factors(timed)
     if len(hosts) >= FEWEST:
         shapes["host"] = _centred(fit(hosts, "a host's factor", _ENOUGH_ITERATIONS))
 
-    left_to_other = "calls and network" if "step" in shapes else "device, calls and network"
+    # what was fitted, and what is left to the defaults
+    left = "device, calls and network"
+    if "step" in shapes:
+        left = "calls and network"
     parts = "; ".join(f"{part}: {shape}" for part, shape in shapes.items())
     source = (
         f"fitted to {_iterations(timed)} timed iterations of {len(timed)} ranks ({parts}; "
-        f"gpu: {gpu.source}); {left_to_other}: {other.name}"
+        f"gpu: {gpu.source}); {left}: {defaults.name}"
     )
     waiting_share = 1 - float(np.mean([device.share for device in devices]))
     if waiting_share > 0.005:
@@ -379,12 +387,12 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         source += f"; without {percent} of the time, in which the device waits for the host"
     spreads: dict[str, Any] = {part: shape.spread for part, shape in shapes.items()}
     return dataclasses.replace(
-        other,
+        defaults,
         name="slices",
-        source=f"{source} ({other.source})",
+        source=f"{source} ({defaults.source})",
         gpu=gpu.spread,
         slow_gpu=(0.0, 1.0),
-        shapes={**other.shapes, **shapes},
+        shapes={**defaults.shapes, **shapes},
         **spreads,
     )
 

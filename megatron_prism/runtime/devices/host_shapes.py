@@ -89,7 +89,8 @@ class HostShapes:
 
     def answer(self, func: OpOverload, args: Sequence[object], kwargs: Options) -> object:
         """What ``func`` gives of shapes: results that are large take no memory either."""
-        originals: dict[int, torch.Tensor] = {}
+        originals: dict[int, torch.Tensor] = {}  # id of a shape -> the argument that it stands for
+        shapes: list[torch.Tensor] = []  # they live as long as their ids are used
 
         def as_shape(leaf: object) -> object:
             if isinstance(leaf, torch.Tensor):
@@ -97,7 +98,10 @@ class HostShapes:
                 originals[id(shape)] = leaf
                 shapes.append(shape)
                 return shape
-            return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+            # where a new tensor is asked for
+            if isinstance(leaf, torch.device):
+                return torch.device("meta")
+            return leaf
 
         def as_host(leaf: object) -> object:
             # what is written in place is the argument itself
@@ -107,7 +111,7 @@ class HostShapes:
                 return self._result(leaf)
             return leaf
 
-        shapes: list[torch.Tensor] = []
+        # a shape is in no memory that could be pinned
         options = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
         try:
             shape_args, shape_options = tree_map(as_shape, (tuple(args), options))

@@ -275,7 +275,9 @@ class LiveBytes(TorchDispatchMode):
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What runs inside is this part of the job (an iteration, the optimizer step in it)."""
-        outer, self._running, self._seen = self._running, self.now, self.now
+        # the peak of the part alone; the part around it gets the larger of both back
+        outer_peak = self._running
+        self._running = self._seen = self.now
         history = self.history
         start = 0 if history is None else len(history)
         try:
@@ -286,7 +288,7 @@ class LiveBytes(TorchDispatchMode):
                 if history.full:
                     self.end_history()
             self.parts[name] = max(self.parts.get(name, 0), self._running)
-            self._running = max(outer, self._running)
+            self._running = max(outer_peak, self._running)
 
     @contextlib.contextmanager
     def scope(self, **labels: object) -> Iterator[None]:
