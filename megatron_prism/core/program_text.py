@@ -443,13 +443,13 @@ class _Reader:
         _, builder = self.programs[-1]
         if len(words) < 2:
             self.fail(words[0], "a line is LABEL OP …", "0F0 compute ns=412us")
-        label, name, *others = words
+        label, name, *arguments = words
         match = _LABEL.fullmatch(label[0])
         if match is None or match["phase"] not in _LETTERS:
             fix = "2F0 (microbatch, F/B/W, chunk), O, G, -"
             self.fail(label, f"{label[0]!r} is no label", fix)
         if name[0] in ("alloc", "free"):
-            self._change_of_memory(builder, name, others)
+            self._change_of_memory(builder, name, arguments)
             return
         if name[0] not in NAMES:
             self._unknown(name, "op", NAMES)
@@ -458,7 +458,7 @@ class _Reader:
             step["microbatch"] = self._read(label, match["mb"], _number("microbatch"))
         if match["chunk"]:
             step["chunk"] = self._read(label, match["chunk"], _number("chunk"))
-        builder.add(name[0], **step, **self._fields(name, others))
+        builder.add(name[0], **step, **self._fields(name, arguments))
 
     def _change_of_memory(self, builder: Builder, name: Word, words: list[Word]) -> None:
         """Read the rest of a line of alloc or free."""
@@ -477,8 +477,10 @@ class _Reader:
 
     def _fields(self, name: Word, words: list[Word]) -> Fields:
         """Read the fields of an op."""
+        # words KEY=VALUE; the name of a file may have the sign, too
         pairs = [word for word in words if "=" in word[0] and not word[0].startswith("@")]
         values = self._values(pairs, "an op", _READERS)
+        # of most calls both sides have as many elements
         if "n" in values:
             values["in"] = values["out"] = values.pop("n")
         splits = [values.pop(key) for key in ("to", "from") if key in values]
@@ -487,6 +489,7 @@ class _Reader:
                 self.fail(name, "splits need to= and from=", "to=4,4 from=4,4")
             values["splits"] = tuple(splits)
         columns = {_COLUMNS.get(key, key): value for key, value in values.items()}
+        # words without a key: a site, a dtype, and what is neither is the group
         for word in words:
             if word[0].startswith("@"):
                 columns["site"] = word[0][1:]

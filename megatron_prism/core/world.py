@@ -452,8 +452,11 @@ def _check_sizes(world: World) -> None:
     """WorldError unless all sizes are whole numbers >= 1 and both grids divide the world."""
     for name in ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "gpus_per_node"):
         value = getattr(world, name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not whole and not (name in ("vpp", "gpus_per_node") and value is None):
+        if value is None and name in ("vpp", "gpus_per_node"):
+            continue
+        # True is an int, too
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not is_size:
             message = f"{name} must be a whole number of at least 1, not {value!r}"
             raise WorldError(message, fix=f"{name}=1")
     if world.size > MOST_RANKS:
@@ -461,6 +464,7 @@ def _check_sizes(world: World) -> None:
     if world.vpp is not None and world.pp == 1:
         message = f"vpp {world.vpp} needs a pipeline, but pp is 1: there is nothing to interleave"
         raise WorldError(message, fix="leave vpp out, or set pp to 2 or more")
+    # dense layers and experts have a grid each; what remains is dp, and edp
     for names in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
         product = math.prod(getattr(world, name) for name in names)
         if world.size % product:

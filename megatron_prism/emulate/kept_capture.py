@@ -153,9 +153,11 @@ def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
     records = sorted(parent.glob(f"*/{_FILE}"))[:_MOST_NEIGHBOURS]
     nearest: Neighbour | None = None
     for path in records:
+        # a folder without its world was not captured to the end
         record = read(path.parent)
         if record is None or not (path.parent / WORLD).is_file():
             continue
+        # the same command today: other files or variables make other slices
         asked = _record(record.command, record.salt, [*record.files, *_slice_files(path.parent)])
         if record.differences(asked):
             continue

@@ -319,9 +319,11 @@ def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> li
     release = parse_release(megatron_release(roots))
     statuses = []
     for patch in patches:
-        package = ".".join(
-            patch.module.split(".")[: 2 if patch.module.startswith("megatron") else 1]
-        )
+        # megatron is a namespace: its packages come apart
+        depth = 1
+        if patch.module.startswith("megatron"):
+            depth = 2
+        package = ".".join(patch.module.split(".")[:depth])
         path, why = None, ""
         if not within(release, patch.releases):
             why = f"of releases {patch.releases}"

@@ -241,6 +241,7 @@ class MessageBuffers:
         item_sizes = ITEM_SIZE[tensors["dtype"]]
         tensor_bytes = tensors["num_in"] * item_sizes
         sizes = set(tensor_bytes.tolist())
+        # storages of a message's size, in the order in which they are made
         births: list[tuple[int, int]] = []
         for storage, changes in self._changes.items():
             op, size, _ = changes[0]
@@ -248,7 +249,7 @@ class MessageBuffers:
                 births.append((op, storage))
         births.sort()
         ops_of_births = np.array([op for op, _ in births], dtype=np.int64)
-        found: list[int] = []
+        storages: list[int] = []
         for life in captured.lives[kind]:
             if life.event not in captured.step_ends:
                 return []
@@ -258,11 +259,13 @@ class MessageBuffers:
             outliving = []
             for _, storage in births[first:behind]:
                 end = self._end(storage)
+                # saved for backward: it does not go when the output does
                 if kind == OUTPUT and end != captured.drop(life):
                     continue
                 if end == NEVER or end >= step_end:
                     outliving.append(storage)
+            # none or several: nobody knows which is the message
             if len(outliving) != 1:
                 return []
-            found += outliving
-        return found
+            storages += outliving
+        return storages

@@ -81,6 +81,7 @@ def class_table(
             row.append(answer)
         rows.append(row)
     yield from columns(rows)
+    # below the table, what of it is estimated or drawn; a note once for all of its classes
     classes_of_note: dict[str, list[str]] = {}
     for name, figures in memory.classes.items():
         low_bytes, high_bytes = figures.get("nccl_between") or (0, 0)

@@ -77,6 +77,7 @@ def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
         fill_rows(filled, source)
         out.detach().copy_(filled)
         return
+    # flat: as many whole copies as fit, and the beginning of one more
     target, rows = out.detach().view(-1), source.detach().reshape(-1)
     if not rows.numel():
         target.zero_()

@@ -509,6 +509,8 @@ class Injector:
         kind = fault.kind
         self._note_survived(fault, group, op)
         inputs, outputs = arguments(op, args)
+
+        # faults in which the call is not made, or is another one
         if kind in _LOST:
             return CompletedWork(outputs)
         if kind in CHANGES:
@@ -516,6 +518,8 @@ class Injector:
         call = make(op, answer)
         if kind == "swap":
             return self._swap(fault, _HeldCall(call, group, args, kwargs), outputs)
+
+        # faults of a call that is made: where, how often, with which values and when
         if kind == "group":
             group = self._other_group(fault, group)
         elif kind == "p2p_dup":

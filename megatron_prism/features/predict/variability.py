@@ -346,7 +346,7 @@ def fitted(programs: Programs, defaults: Variability) -> Variability:
 
     Args:
         programs: With samples.
-        defaults: Spreads of another job, or of a calibration.
+        defaults: Shipped spreads, or those of another job.
 
     Raises:
         PrismError: No slice has two timed iterations, or there are samples that cannot be.

@@ -158,8 +158,11 @@ def show(args: argparse.Namespace) -> Answer:
     from megatron_prism.core.slices import open_programs
 
     asked = [key for key in ("rank", "around", "group") if getattr(args, key) is not None]
-    flag = f"--{asked[0]}" if asked else ""
-    beside_text = "--json" if args.json else flag
+    beside_text = ""
+    if args.json:
+        beside_text = "--json"
+    elif asked:
+        beside_text = f"--{asked[0]}"
     refuse(
         (
             args.text and beside_text,
@@ -278,6 +281,7 @@ def _chosen_ops(
 
     ops = list(programs.of(rank))
     places = range(len(ops))
+    # a short name such as dp fits several groups
     chosen_groups: set[str] | None = None
     if group is not None:
         groups = sorted({op.group for op in ops if op.group})
@@ -285,6 +289,7 @@ def _chosen_ops(
         if not chosen_groups:
             fix = f"there are {', '.join(groups) or 'none'}"
             raise UsageError(f"rank {rank} has no call in a group {group}", fix=fix)
+    # "2F" is chunk 0, as in a pipeline without interleaving
     if around is not None:
         near = [place for place, op in enumerate(ops) if around in (op.label, f"{op.label}0")]
         if not near:

@@ -340,16 +340,21 @@ class _History:
 
     def run(self) -> Snapshot:
         """Read all events."""
+        # what was there before the first event
         earlier_blocks = list(self._blocks_before())
         for block in earlier_blocks:
             self._comes(block.address, block.size, 0, self.place(block.frames))
         if earlier_blocks:
             self._mark()
+
+        # only the end is recorded: what was reserved before follows backwards
         reserved_at_end = sum(segment.total_size for segment in self.segments)
         reserved = reserved_at_end
         for event in self.events:
             reserved -= _GROWS.get(event.action, 0) * event.size
         peak_reserved = reserved
+
+        # the events, in order
         refused: _RefusedRequest | None = None
         for event in self.events:
             if event.action == "alloc":
@@ -366,6 +371,8 @@ class _History:
                 refused = _RefusedRequest(event, self.place(event.frames), self.iteration)
         self._mark()
         self._own_workspaces()
+
+        # segments are compared with the model where it saw all of them
         program = self.builder.build(0)
         segments: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if self.events and not earlier_blocks:
@@ -686,6 +693,7 @@ def grown(*snapshots: Snapshot) -> SnapshotGrowth:
     for snapshot in snapshots:
         if snapshot.iteration is not None:
             iterations.append(snapshot.iteration)
+    # where an iteration is not known, the order of the arguments counts
     ordered = list(snapshots)
     if len(iterations) == len(snapshots):
         ordered.sort(key=lambda snapshot: snapshot.iteration or 0)
@@ -694,13 +702,14 @@ def grown(*snapshots: Snapshot) -> SnapshotGrowth:
     ends = [_alive_at_end(snapshot) for snapshot in ordered]
     steps: list[dict[tuple[str, ...], int]] = []
     for earlier, later in pairwise(ends):
-        more = difference(earlier, later)
-        steps.append({holding.key: holding.num_bytes for holding in more})
-    more = difference(ends[0], ends[-1])
+        growth = difference(earlier, later)
+        steps.append({holding.key: holding.num_bytes for holding in growth})
+    # of each holding that grew from the first to the last, its growth from each to the next
+    grown_holdings = difference(ends[0], ends[-1])
     steps_of_line: list[tuple[int, ...]] = []
-    for holding in more:
+    for holding in grown_holdings:
         steps_of_line.append(tuple(step.get(holding.key, 0) for step in steps))
-    return SnapshotGrowth(more, tuple(steps_of_line), tuple(sorted(iterations)))
+    return SnapshotGrowth(grown_holdings, tuple(steps_of_line), tuple(sorted(iterations)))
 
 
 def _alive_at_end(snapshot: Snapshot) -> tuple[HeldMemory, ...]:

@@ -499,6 +499,7 @@ class StreamRecorder(LabelledCalls):
         if not self._follows_blocks:
             self._follow_blocks(type(group))
         stream = self._communicator(group)
+        # as ProcessGroupNCCL does: its stream waits for the caller's, and records the end
         begin, end = self._new_event(), self._new_event()
         self._add(Kind.RECORD, self._stream(), begin, 0, 0, 0)
         self._add(Kind.WAIT, stream, begin, 0, 0, 0)
@@ -508,6 +509,7 @@ class StreamRecorder(LabelledCalls):
         for tensor in outputs:
             self._touch(Kind.WRITE, tensor, stream, place)
         self._add(Kind.RECORD, stream, end, 0, 0, 0)
+        # the call holds its tensors until its end, so their memory is not given away before
         for tensor in (*inputs, *outputs):
             number = self._number(tensor)
             if number is not None:

@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,10 +287,13 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
             prism_words = with_option(prism_words, "--prism-world-size", value)
         elif axis != "dp":
             words = with_option(words, option_of(AXES.get(axis, axis)), value)
+    # a line may say its chunks in one of several ways, and Megatron refuses two of them
+    # (training/arguments.py:504 @0.16.1)
     if "vpp" in axes:
         words = with_option(words, "--num-layers-per-virtual-pipeline-stage", None)
         if axes["vpp"] == 1:
             words = with_option(words, option_of(AXES["vpp"]), None)
+    # sequence parallelism needs tp, and follows it unless it is an axis itself
     if "tp" in axes and axes.keys().isdisjoint(("sequence_parallel", "--sequence-parallel")):
         tp = size_of(job.words, option_of(AXES["tp"]))
         has_sequence_parallel = "--sequence-parallel" in job.words
@@ -302,10 +304,9 @@ def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
         words = _with_recompute(words, axes["recompute"] == "full")
     try:
         if "dp" in axes:
-            sizes_of_replica = [
-                size_of(words, option_of(AXES[axis])) for axis in ("tp", "pp", "cp")
-            ]
-            world_size = int(str(axes["dp"])) * math.prod(sizes_of_replica)
+            world_size = int(str(axes["dp"]))
+            for axis in ("tp", "pp", "cp"):
+                world_size *= size_of(words, option_of(AXES[axis]))
             prism_words = with_option(prism_words, "--prism-world-size", world_size)
         return SweepPoint(axes, ScriptLayout.of(job.script, words, prism_words))
     except PrismError as error:

@@ -321,6 +321,7 @@ def shards(model: Model, values: Tensors, only: bool) -> Iterator[NamedPart]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for chunk in model:
         inner = _inner(chunk)
+        # parameters hold the values while Megatron says where each is in the whole
         before = {p: p.data for p in inner.parameters() if p in values}
         try:
             owners: dict[int, Parameter] = {}

@@ -574,11 +574,13 @@ def lay_out(args: object, world: World, left_out: Iterable[str]) -> None:
         world: the copy's, a part of it, or one rank.
         left_out: of ``PARTS``.
     """
+    # parts that need a dimension go with it
     parts_off = set(left_out)
     if world.tp == 1:
         parts_off.add("--sequence-parallel")
     if world.pp == 1:
         parts_off |= {"interleaving", "--defer-embedding-wgrad-compute"}
+    # argument -> its value without the part
     off = dict[str, object]()
     for name in PARTS:
         if name in parts_off:
@@ -587,6 +589,7 @@ def lay_out(args: object, world: World, left_out: Iterable[str]) -> None:
         off |= _OF_PIPELINES
     if world.cp == 1:
         off |= _OF_CONTEXTS
+    # "|" cuts a hybrid model into chunks
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if "interleaving" in parts_off and pattern:
         off["hybrid_layer_pattern"] = pattern.replace("|", "")

@@ -164,17 +164,18 @@ def _check(settings: NcclSettings) -> None:
         text = settings.values.get(name)
         if text is not None and not re.fullmatch(r"[1-9]\d{0,9}", text):
             raise UsageError(f"{name}={text} is no whole number above 0", fix=f"nccl={name}=16")
-    if (on := settings.values.get("NCCL_NVLS_ENABLE", "2")) not in ("0", "1", "2"):
-        raise UsageError(f"NCCL_NVLS_ENABLE={on} is neither 0 nor 1 nor 2", fix=_FIX)
+    nvls = settings.values.get("NCCL_NVLS_ENABLE", "2")
+    if nvls not in ("0", "1", "2"):
+        raise UsageError(f"NCCL_NVLS_ENABLE={nvls} is neither 0 nor 1 nor 2", fix=_FIX)
+    # reading them refuses names that NCCL does not have
     for name in CALLS.values():
         settings._algorithms(name)
         settings._protocols(name)
-    asked = settings.values.get("NCCL_ALGO", "").lower()
-    nvls = settings.values.get("NCCL_NVLS_ENABLE") == "0"
-    if nvls and asked and set(re.split(r"[,;]", asked)) <= {"nvls", "nvlstree"}:
-        message = (
-            f"NCCL_ALGO={settings.values['NCCL_ALGO']} with NCCL_NVLS_ENABLE=0: no way is left"
-        )
+    # NVLS alone, and it is off
+    algorithms = settings.values.get("NCCL_ALGO", "")
+    names = set(re.split(r"[,;]", algorithms.lower()))
+    if nvls == "0" and algorithms and names <= {"nvls", "nvlstree"}:
+        message = f"NCCL_ALGO={algorithms} with NCCL_NVLS_ENABLE=0: no way is left"
         raise UsageError(message, fix="nccl=NCCL_ALGO=Ring, or nccl=NCCL_NVLS_ENABLE=1")
     _ = settings.channels
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -105,6 +105,7 @@ def _tensors_within(values: Sequence[object]) -> Iterator[tuple[_Place, torch.Te
     A method's ``self`` and the managers that it delegates to are such objects.  Lists and dicts in
     them are entered; a tuple cannot be changed.
     """
+    # depth counts objects inside of objects; lists and dicts on the way are free
     visited: set[int] = set()
     waiting: list[tuple[object, int]] = [(value, 0) for value in values]
     while waiting:
@@ -118,7 +119,9 @@ def _tensors_within(values: Sequence[object]) -> Iterator[tuple[_Place, torch.Te
             container, depth = cast(_Container, vars(holder)), depth + 1
         else:
             continue
-        keys = list(container) if isinstance(container, dict) else range(len(container))
+        keys: Iterable[object] = range(len(container))
+        if isinstance(container, dict):
+            keys = list(container)
         for key in keys:
             entry = container[key]
             if isinstance(entry, torch.Tensor):

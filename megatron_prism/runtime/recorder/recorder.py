@@ -242,29 +242,7 @@ class Recorder(CallListener, TrainingListener):
         if self._batch >= 0 and self._batched:
             return
         if self.tier == "meta":
-            assert self.meter is not None
-            done = self.meter.take()
-            if done.kernels:
-                host = lead = -1
-                if self.meter.python.counts:
-                    phase = self._labels.get("phase", "")
-                    host, lead = host_ns(
-                        done.python,
-                        done.kernels,
-                        phase,
-                        looped=done.looped,
-                        products=done.products,
-                        unseen=done.unseen,
-                    )
-                self._add(
-                    "compute",
-                    flops=done.flops,
-                    traffic=done.traffic,
-                    kernels=done.kernels,
-                    host=host,
-                    lead=lead,
-                    note=done.text(),
-                )
+            self._close_counted()
             return
         if self.tier == "cuda":
             self._hosts.append((self._began, time.time_ns()))
@@ -273,6 +251,34 @@ class Recorder(CallListener, TrainingListener):
         else:
             self._times.append(time.perf_counter_ns() - self._since)
         self._add("compute", ns=0)
+
+    def _close_counted(self) -> None:
+        """End a segment of tier meta, whose work was counted; without a kernel it is none."""
+        assert self.meter is not None
+        done = self.meter.take()
+        if not done.kernels:
+            return
+        # the host's time is modelled where its calls of Python are counted
+        host = lead = -1
+        if self.meter.python.counts:
+            phase = self._labels.get("phase", "")
+            host, lead = host_ns(
+                done.python,
+                done.kernels,
+                phase,
+                looped=done.looped,
+                products=done.products,
+                unseen=done.unseen,
+            )
+        self._add(
+            "compute",
+            flops=done.flops,
+            traffic=done.traffic,
+            kernels=done.kernels,
+            host=host,
+            lead=lead,
+            note=done.text(),
+        )
 
     def cut(self, change: Callable[[], object] = lambda: None) -> None:
         """End a segment, ``change`` the stream or a label, and begin another."""
@@ -412,12 +418,16 @@ class Recorder(CallListener, TrainingListener):
             raise UnsupportedError(message, fix="capture it later, or --cuda-graph-impl none")
         self._enter()
         assert self.meter is not None
-        first, batches, mine = len(self._builder), self._num_batches + 1, self._stream()
-        host = KERNEL_NS if self.meter.python.counts else -1
+        # handles and batches of the graph count from where the program is now
+        first, batches, own_stream = len(self._builder), self._num_batches + 1, self._stream()
+        # the graph's launch takes the host as long as a kernel's, its ops take the host nothing
+        host = -1
+        if self.meter.python.counts:
+            host = KERNEL_NS
         for op in ops:
             fields: dict[str, Any] = {**vars(op), "host": host, "lead": host, **self._labels}
             if op.stream == "main":
-                fields["stream"] = mine
+                fields["stream"] = own_stream
             if op.handle >= 0:
                 fields["handle"] += first
             if op.batch >= 0:

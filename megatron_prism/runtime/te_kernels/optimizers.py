@@ -53,13 +53,17 @@ def _step(grad: Tensor, p: Tensor, m: Tensor, v: Tensor, *arguments: Values) -> 
             decoupled (AdamW), whether moments are corrected by their step, weight decay.
     """
     *masters, lr, beta1, beta2, eps, step, decoupled, corrected, decay = arguments
-    low = masters[0] if masters and masters[0].dtype == torch.int16 else None
-    if low is not None:
+    # the parameter in fp32: of its two halves, of its copy, or of itself
+    low = None
+    if masters and masters[0].dtype == torch.int16:
+        low = masters[0]
         wide = _joined(p, low)
     elif masters:
         wide = masters[0].float()
     else:
         wide = p.float()
+
+    # the step of Adam; AdamW's decay does not go through the moments
     first_correction = second_correction = 1.0
     if corrected:
         first_correction = 1 - beta1**step
@@ -74,6 +78,8 @@ def _step(grad: Tensor, p: Tensor, m: Tensor, v: Tensor, *arguments: Values) -> 
     if decoupled:
         change = change + decay * wide
     wide = wide - lr * change
+
+    # write back in the form in which it came
     if low is not None:
         _split_into(wide, p, low)
         return
