@@ -18,6 +18,8 @@ from fractions import Fraction
 from megatron_prism.core.errors import UnitError
 
 NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
+# minutes and hours are read only: 90 s is easier to compare than 1.5 min
+_SHOWN_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 BYTES = BINARY | DECIMAL
@@ -37,7 +39,7 @@ def parse_ns(text: str | int) -> int:
 
 def format_ns(ns: int) -> str:
     """``412 us``; below a microsecond exact, above it rounded to four significant digits."""
-    return _format(ns, {name: scale for name, scale in NS.items() if name not in ("min", "h")})
+    return _format(ns, _SHOWN_NS)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -64,10 +66,14 @@ def parse_count(text: str | int) -> int:
     return _parse(text, COUNTS, "count", "8192, 1,048,576, 70.6B", bare="")
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """``1 rank``, ``1,023 ranks``, ``2 classes``."""
-    plural = "es" if what.endswith(("s", "ch")) else "s"
-    return f"{count:,} {what}{plural * (count != 1)}"
+    if count == 1:
+        return f"1 {noun}"
+    plural = "s"
+    if noun.endswith(("s", "ch")):
+        plural = "es"
+    return f"{count:,} {noun}{plural}"
 
 
 def format_share(part: float, digits: int = 1) -> str:
@@ -83,39 +89,77 @@ def format_change(part: float) -> str:
 def format_percent(part: float) -> str:
     """A part of 1 as ``2.4 %``, with two significant digits or all before the point."""
     value = 100 * part
-    return f"{value:.0f} %" if abs(value) >= 99.5 else f"{value:.2g} %"
+    # ".2g" would write 123 as 1.2e+02, and rounds 99.5 to three digits
+    if abs(value) >= 99.5:
+        return f"{value:.0f} %"
+    return f"{value:.2g} %"
 
 
-def _parse(text: str | int, units: Mapping[str, int], what: str, like: str, *, bare: str) -> int:
+def _parse(text: str | int, units: Mapping[str, int], kind: str, like: str, *, bare: str) -> int:
+    """Read a quantity.
+
+    Args:
+        text: A number, and maybe a unit.
+        units: Name -> what it is in the smallest.
+        kind: What it is called in errors.
+        like: Examples for errors.
+        bare: The unit of a number without one.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
+    match = None
     # longer ones are no quantities, and reading them as one takes forever
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= 400 else None
+    if isinstance(text, str) and len(text) <= 400:
+        match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise UnitError(f"{text!r} is no {what}", fix=f"write it like {like}")
-    unit = match["unit"] or bare
+        raise UnitError(f"{text!r} is no {kind}", fix=f"write it like {like}")
+    unit = _unit(match["unit"] or bare, units)
     if unit not in units:
-        unit = _ALIASES.get(unit, unit) if _ALIASES.get(unit) in units else unit
-    if unit not in units:
-        close = [name for name in units if name.lower() == unit.lower()]
-        fix = f"did you mean {close[0]}?" if close else f"use {', '.join(filter(None, units))}"
-        raise UnitError(f"{text!r}: {unit!r} is no unit of a {what}", fix=fix)
-    value = Fraction(match["number"].replace(",", "").replace("_", "")) * units[unit]
+        raise _no_unit(text, unit, units, kind)
+    number = match["number"].replace(",", "").replace("_", "")
+    value = Fraction(number) * units[unit]
     if abs(value) >= _MOST:
-        said = f"{str(text)[:40]} is out of range for a {what}"
-        raise UnitError(said, fix=f"write it like {like}")
-    # With a unit the nearest whole number is meant, as printed text is rounded; else a slip.
+        message = f"{str(text)[:40]} is out of range for a {kind}"
+        raise UnitError(message, fix=f"write it like {like}")
+    # with a unit the nearest whole number is meant, as printed text is rounded; else a slip
     if not match["unit"] and value.denominator != 1:
-        message = f"{text!r} is no whole number" + (f" of {bare}" if bare else "")
+        message = f"{text!r} is no whole number"
+        if bare:
+            message += f" of {bare}"
         raise UnitError(message, fix=f"write it like {like}")
     return round(value)
+
+
+def _unit(name: str, units: Mapping[str, int]) -> str:
+    """Return the unit that a name means: ``sec`` is ``s``, and ``M`` of bytes is ``MB``."""
+    # of counts M is a unit itself
+    if name in units:
+        return name
+    alias = _ALIASES.get(name)
+    if alias in units:
+        return str(alias)
+    return name
+
+
+def _no_unit(text: str | int, unit: str, units: Mapping[str, int], kind: str) -> UnitError:
+    """Return the error of a unit that is none, with the one that was meant."""
+    fix = f"use {', '.join(filter(None, units))}"
+    for name in units:
+        # gib is GiB
+        if name.lower() == unit.lower():
+            fix = f"did you mean {name}?"
+            break
+    return UnitError(f"{text!r}: {unit!r} is no unit of a {kind}", fix=fix)
 
 
 def _format(value: int, units: dict[str, int]) -> str:
     """``value`` in the largest unit that leaves at least 1, at most four significant digits."""
     size, ladder = abs(value), list(units.items())
-    place = max((i for i, (_, scale) in enumerate(ladder) if size >= scale), default=0)
+    place = 0
+    while place + 1 < len(ladder) and size >= ladder[place + 1][1]:
+        place += 1
     name, scale = ladder[place]
+    # the smallest unit is exact
     if place == 0:
         return f"{value} {name}"
     shown = _round(Fraction(size, scale))
@@ -123,12 +167,18 @@ def _format(value: int, units: dict[str, int]) -> str:
     if place + 1 < len(ladder) and shown * scale >= ladder[place + 1][1]:
         name, scale = ladder[place + 1]
         shown = _round(Fraction(size, scale))
-    digits = f"{float(shown):.3f}".rstrip("0").rstrip(".") if shown < 10_000 else str(int(shown))
-    return f"{'-' if value < 0 else ''}{digits} {name}"
+    # of whole numbers a float would lose digits
+    if shown >= 10_000:
+        digits = str(int(shown))
+    else:
+        digits = f"{float(shown):.3f}".rstrip("0").rstrip(".")
+    if value < 0:
+        return f"-{digits} {name}"
+    return f"{digits} {name}"
 
 
 def _round(value: Fraction) -> Fraction:
     """To four significant digits, never losing digits before the point."""
-    whole = len(str(int(value)))
-    step = Fraction(1, 10 ** max(0, 4 - whole))
+    digits_before_point = len(str(int(value)))
+    step = Fraction(1, 10 ** max(0, 4 - digits_before_point))
     return round(value / step) * step

@@ -40,7 +40,9 @@ def few_of(world: World, rank: int, wanted: int, settings: Mapping[str, Any]) ->
         settings: of the job, by Megatron's names.
     """
     few = fewest(world, wanted, settings, (0, world.coordinates(rank).pp))
-    return few if few * _WORTH <= wanted else wanted
+    if few * _WORTH > wanted:
+        return wanted
+    return few
 
 
 def fewest(
@@ -51,16 +53,23 @@ def fewest(
     """
     from megatron_prism.core.errors import UsageError
 
-    settings_given = {parameter: settings.get(name) for name, parameter in _SCHEDULE.items()}
-    schedule = tuple((name, value) for name, value in settings_given.items() if value is not None)
+    schedule = []
+    for name, parameter in _SCHEDULE.items():
+        value = settings.get(name)
+        if value is not None:
+            schedule.append((parameter, value))
     if any(settings.get(name) for name in _VARIES):
         return wanted
     try:
-        few = _fewest(world.pp, world.vpp, wanted, stages, schedule)
+        few = _fewest(world.pp, world.vpp, wanted, stages, tuple(schedule))
     except UsageError:  # Megatron refuses the job itself, in its words
         return wanted
-    defers = settings.get("defer_embedding_wgrad_compute")
-    return few if not defers or 0 < settings.get("wgrad_deferral_limit", 0) < few - 1 else wanted
+    # weight gradients of the last microbatches come together: the few must have others before them
+    if settings.get("defer_embedding_wgrad_compute"):
+        num_deferred = settings.get("wgrad_deferral_limit", 0)
+        if not 0 < num_deferred < few - 1:
+            return wanted
+    return few
 
 
 @functools.cache
@@ -99,16 +108,17 @@ def of_all(
     return _counted_as_all(program, with_all.programs[0]), source_of_all
 
 
-def _counted_as_all(few: Program, whole: Program) -> Program:
-    """``whole`` with the calls that its earlier iterations make; those that ran had ``few``."""
+def _counted_as_all(few: Program, complete: Program) -> Program:
+    """``complete`` with the calls that its earlier iterations make; those that ran had ``few``."""
     earlier = few.calls_before()
-    turns = earlier.get("", 0)
-    added_calls = {desc: _of_nccl(whole, desc) - _of_nccl(few, desc) for desc in earlier}
-    place = {text: i for i, text in enumerate(whole.strings)}
-    rows = [
-        (place[desc], n + turns * added_calls[desc]) for desc, n in earlier.items() if desc in place
-    ]
-    return dataclasses.replace(whole, earlier=np.array(rows, np.int64).reshape(-1, 2))
+    num_iterations = earlier.get("", 0)
+    place_of_text = {text: place for place, text in enumerate(complete.strings)}
+    rows = []
+    for desc, num_calls in earlier.items():
+        if desc in place_of_text:
+            added_calls = _of_nccl(complete, desc) - _of_nccl(few, desc)
+            rows.append((place_of_text[desc], num_calls + num_iterations * added_calls))
+    return dataclasses.replace(complete, earlier=np.array(rows, np.int64).reshape(-1, 2))
 
 
 def _of_nccl(program: Program, group: str) -> int:

@@ -63,6 +63,7 @@ class Move(NamedTuple):
 
 
 def _rewritten(tensor: torch.Tensor, kind: int, scale: int, size: int) -> Move | None:
+    """Bytes of a tensor that stay where they are, scaled or written again."""
     if not tensor.is_contiguous():
         return None
     at = tensor.data_ptr()
@@ -76,11 +77,17 @@ def _scaling(
     if reduce_op == _AVERAGE:
         return COPY, 1
     if reduce_op != _SUM:
-        return (COPY, 1) if reduce_op_name(reduce_op) in _KEPT else None
-    kind = KINDS.get(tensor.dtype)
-    if group._values.parts is not None:  # completed, not scaled
+        if reduce_op_name(reduce_op) in _KEPT:
+            return COPY, 1
         return None
-    if kind is None or (kind < 5 and group._values.policy == "noise"):
+    # parts of a sum are completed, not scaled
+    if group._values.parts is not None:
+        return None
+    kind = KINDS.get(tensor.dtype)
+    if kind is None:
+        return None
+    # noise is drawn for fractions, and integers are mirrored
+    if tensor.is_floating_point() and group._values.policy == "noise":
         return None
     return kind, group._n
 
@@ -92,11 +99,16 @@ def _all_reduce(
         return None
     tensor = tensors[0]
     scaling = _scaling(group, tensor, opts.reduceOp)
-    return None if scaling is None else _rewritten(tensor, *scaling, tensor.nbytes)
+    if scaling is None:
+        return None
+    kind, scale = scaling
+    return _rewritten(tensor, kind, scale, tensor.nbytes)
 
 
 def _broadcast(group: PrismGroup, tensors: list[torch.Tensor], opts: object = None) -> Move | None:
-    return _rewritten(tensors[0], COPY, 1, tensors[0].nbytes) if len(tensors) == 1 else None
+    if len(tensors) != 1:
+        return None
+    return _rewritten(tensors[0], COPY, 1, tensors[0].nbytes)
 
 
 def _all_gather(
@@ -104,10 +116,13 @@ def _all_gather(
 ) -> Move | None:
     if not (out.is_contiguous() and shard.is_contiguous()) or group._values.parts is not None:
         return None
-    to, source, size, part = out.data_ptr(), shard.data_ptr(), out.nbytes, shard.nbytes
+    to, source = out.data_ptr(), shard.data_ptr()
+    size, part = out.nbytes, shard.nbytes
+    # answers says what is wrong
     if out.dtype != shard.dtype or size != group._n * part:
-        return None  # answers says what is wrong
-    if source == to + group._p * part:  # in place: the others keep what they hold
+        return None
+    # in place: the others keep what they hold
+    if source == to + group._p * part:
         return Move(to, to, size, size, COPY, 1, 0, 0, size, (out,))
     if group._values.policy == "noise" and shard.is_floating_point():
         return None
@@ -123,12 +138,15 @@ def _reduce_scatter(
     scaling = _scaling(group, out, opts.reduceOp)
     if scaling is None or size != group._n * part:
         return None
-    read = full.data_ptr()
+    to, read = out.data_ptr(), full.data_ptr()
     source = read + group._p * part
     kind, scale = scaling
-    if kind and group._sequence and group._values.mirrors(out) and out.data_ptr() != source:
-        return Move(out.data_ptr(), read, part, part, ADDED + kind, scale, 0, 0, size, (out,))
-    return Move(out.data_ptr(), source, part, part, *scaling, read, size, size, (out,))
+    # stretches of one sequence: the transpose of gathered copies is the sum of all chunks
+    # (``values.holds_sequences``)
+    is_sum_of_chunks = kind and group._sequence and group._values.mirrors(out)
+    if is_sum_of_chunks and to != source:
+        return Move(to, read, part, part, ADDED + kind, scale, 0, 0, size, (out,))
+    return Move(to, source, part, part, kind, scale, read, size, size, (out,))
 
 
 def _all_to_all(
@@ -139,8 +157,9 @@ def _all_to_all(
     in_splits: Sequence[int],
     opts: object = None,
 ) -> Move | None:
+    # with other splits what a rank sends to itself lies elsewhere in the two
     if list(out_splits) != list(in_splits) or out.dtype != source.dtype or not source.numel():
-        return None  # what is sent to oneself is elsewhere then
+        return None
     if not (out.is_contiguous() and source.is_contiguous()):
         return None
     size, period = out.nbytes, source.nbytes
@@ -169,7 +188,9 @@ def _of_one_tensor(find: Callable[..., Move | None]) -> Callable[..., Move | Non
         ins: Sequence[torch.Tensor],
         opts: object = None,
     ) -> Move | None:
-        return find(group, outs[0], ins[0], opts) if len(outs) == len(ins) == 1 else None
+        if len(outs) != 1 or len(ins) != 1:
+            return None
+        return find(group, outs[0], ins[0], opts)
 
     return move
 
