@@ -65,15 +65,15 @@ def claimed(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator[N
     if claim in _claims:  # by an outer block
         yield
         return
-    made = not lock.parent.exists()
+    is_new_folder = not lock.parent.exists()
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = _locked(lock)
     except BlockingIOError:
-        whom = ""
+        owner = ""
         with contextlib.suppress(OSError, ValueError):
-            whom = f" ({lock.read_text()})"
-        message = f"another run{whom} writes {path}"
+            owner = f" ({lock.read_text()})"
+        message = f"another run{owner} writes {path}"
         raise UsageError(message, fix="wait for its end, or name another place") from None
     except OSError as error:
         message = f"cannot write to {lock.parent}: {error.strerror}"
@@ -88,7 +88,7 @@ def claimed(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator[N
         if claim[0] == os.getpid():  # no fork
             _claims.discard(claim)
             lock.unlink(missing_ok=True)
-            if made:
+            if is_new_folder:
                 with contextlib.suppress(OSError):  # it is used
                     lock.parent.rmdir()
         os.close(file)
@@ -194,14 +194,15 @@ def unwinding() -> Iterator[None]:
     """SIGTERM ends what runs inside as Ctrl-C does: workers end, half a file goes, the cursor is
     back.  A handler of the job is left alone.
     """
-    ours = threading.current_thread() is threading.main_thread()
-    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
+    # only the main thread may set a handler
+    is_main = threading.current_thread() is threading.main_thread()
+    handles = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if handles:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
-        if ours:
+        if handles:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -112,19 +112,19 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     return data
 
 
-def read_unpacked(path: str | os.PathLike[str], most: int, times: int = 100) -> bytearray:
+def read_unpacked(path: str | os.PathLike[str], limit_bytes: int, times: int = 100) -> bytearray:
     """Read all bytes of a file, or what it packs by gzip or xz.
 
     Args:
         path: the file.
-        most: bytes that it may have, or unpack to.
+        limit_bytes: that it may have, or unpack to.
         times: how many times its size it may unpack to; 256 MiB more are always fine.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it has more bytes, or is damaged.
     """
-    data, damage = read_to_cut(path, most, times)
+    data, damage = read_to_cut(path, limit_bytes, times)
     if damage:
         raise ValueError(f"it is cut off or damaged: {damage}")
     return data
@@ -133,7 +133,9 @@ def read_unpacked(path: str | os.PathLike[str], most: int, times: int = 100) -> 
 _CUT = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what a cut packed file raises
 
 
-def read_to_cut(path: str | os.PathLike[str], most: int, times: int = 100) -> tuple[bytearray, str]:
+def read_to_cut(
+    path: str | os.PathLike[str], limit_bytes: int, times: int = 100
+) -> tuple[bytearray, str]:
     """Read a file as ``read_unpacked`` does, but keep what stands before a cut.
 
     Returns:
@@ -148,13 +150,15 @@ def read_to_cut(path: str | os.PathLike[str], most: int, times: int = 100) -> tu
         opened = _opener(file)
         packed = opened is not None
         if packed:
-            most = min(most, (1 << 28) + times * os.fstat(file.fileno()).st_size)
+            limit_bytes = min(limit_bytes, (1 << 28) + times * os.fstat(file.fileno()).st_size)
         try:
             for piece in _pieces(file, opened):
                 data += piece
-                if len(data) > most:
-                    verb = "unpacks to" if packed else "has"
-                    raise ValueError(f"it {verb} more than {most:,} bytes")
+                if len(data) > limit_bytes:
+                    verb = "has"
+                    if packed:
+                        verb = "unpacks to"
+                    raise ValueError(f"it {verb} more than {limit_bytes:,} bytes")
         except _CUT as error:
             return data, str(error)
     return data, ""
@@ -354,8 +358,8 @@ def unpickled(data: bytes | bytearray, bound: Callable[[object], None] | None = 
     if bound is not None:
         bound(value)
     else:
-        least, by, most = _EXPANDED
-        expanded_size(value, min(max(least, by * len(data)), most))
+        fewest_bytes, times, most_bytes = _EXPANDED
+        expanded_size(value, min(max(fewest_bytes, times * len(data)), most_bytes))
     return value
 
 
@@ -452,12 +456,12 @@ def read_arrays(
         raise ValueError("it is no regular file")
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            found = _members(archive, names, os.fstat(file.fileno()).st_size)
-            text = _array(archive, found.pop("head"))
+            members = _members(archive, names, os.fstat(file.fileno()).st_size)
+            text = _array(archive, members.pop("head"))
             if text.dtype != np.uint8 or text.ndim != 1:
                 raise ValueError("its head is no text")
-            made = value_of_json(text.tobytes(), head)
-            return made, {name: _array(archive, member) for name, member in found.items()}
+            value = value_of_json(text.tobytes(), head)
+            return value, {name: _array(archive, member) for name, member in members.items()}
     except (NotImplementedError, RuntimeError, EOFError, struct.error) as error:
         raise ValueError(f"it is damaged: {error}") from None  # encrypted, of a later version
 
@@ -467,20 +471,23 @@ def _members(
 ) -> dict[str, zipfile.ZipInfo]:
     """The members by name, if they are what they may be; ``size``: of the file, in bytes."""
     members = archive.infolist()
-    found = {member.filename.removesuffix(".npy"): member for member in members}
-    if len(found) != len(members) or "head" not in found:
-        raise ValueError("it has no head" if "head" not in found else "a member is there twice")
-    strange = [name for name in found if name != "head" and not names.fullmatch(name)]
+    by_name = {member.filename.removesuffix(".npy"): member for member in members}
+    if "head" not in by_name:
+        raise ValueError("it has no head")
+    if len(by_name) != len(members):
+        raise ValueError("a member is there twice")
+    strange = [name for name in by_name if name != "head" and not names.fullmatch(name)]
     strange += [m.filename for m in members if not m.filename.endswith(".npy")]
     if strange:
         raise ValueError(f"member {strange[0][:80]!r} is unknown")
+    # what is stored as it is cannot be larger than the file
     packed = [m.file_size for m in members if m.compress_type != zipfile.ZIP_STORED]
     stored = sum(m.file_size for m in members) - sum(packed)
     if sum(packed) > _INFLATED or stored > size:
         raise ValueError(f"its members would inflate to {sum(packed) + stored:,} bytes")
-    if found["head"].file_size > _HEAD:
+    if by_name["head"].file_size > _HEAD:
         raise ValueError(f"its head has more than {_HEAD:,} bytes")
-    return found
+    return by_name
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

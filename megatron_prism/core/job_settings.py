@@ -22,27 +22,27 @@ class _Line:
     """A line of settings, taken apart.
 
     Attributes:
-        given: settings that somebody gave.
-        others: settings that are not the default and were not given.
+        chosen: settings that somebody gave.
+        derived: settings that are not the default and were not given.
     """
 
-    given: dict[str, str]
-    others: dict[str, str]
+    chosen: dict[str, str]
+    derived: dict[str, str]
 
     @property
     def values(self) -> dict[str, str]:
         """Every setting."""
-        return {**self.others, **self.given}
+        return {**self.derived, **self.chosen}
 
 
-def as_text(given: Mapping[str, str], others: Mapping[str, str] | None = None) -> str:
+def as_text(chosen: Mapping[str, str], derived: Mapping[str, str] | None = None) -> str:
     """Write settings as the line that is kept.
 
     Args:
-        given: settings that somebody gave.
-        others: settings that are not the default.
+        chosen: settings that somebody gave.
+        derived: settings that are not the default.
     """
-    parts = {"given": dict(sorted(given.items())), "others": dict(sorted((others or {}).items()))}
+    parts = {"given": dict(sorted(chosen.items())), "others": dict(sorted((derived or {}).items()))}
     return json.dumps(parts, separators=(",", ":"))
 
 
@@ -115,33 +115,33 @@ def title(source: Mapping[str, str], world: object) -> str:
     return ", ".join(filter(None, (job_name(source), str(world))))
 
 
-def differences(key: str, there: str | None, here: str) -> list[str]:
-    """Say in which words the job ``there`` is another one than that ``here``.
+def differences(key: str, old_text: str | None, new_text: str) -> list[str]:
+    """Say in which words the job of ``old_text`` is another one than that of ``new_text``.
 
     Args:
         key: what the settings are, for those of which nobody knows them.
-        there: the other job's line; None where it is unknown.
-        here: this job's line.
+        old_text: the other job's line; None where it is unknown.
+        new_text: this job's line.
 
     Returns:
         A phrase for each of the first differences, and how many more there are; empty: the jobs
         are one.
     """
-    if there is None:
+    if old_text is None:
         return [f"{key} unknown there"]
-    old_line = _read(there)
-    new_line = _read(here)
+    old_line = _read(old_text)
+    new_line = _read(new_text)
     # words of a person are compared as they are
     if old_line is None or new_line is None:
-        if there == here:
+        if old_text == new_text:
             return []
-        return [f"{key} {there}, not {here}"]
+        return [f"{key} {old_text}, not {new_text}"]
 
     # settings that somebody gave come first
     old = old_line.values
     new = new_line.values
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
-    shown = [name for name in names if name in new_line.given or name in old_line.given]
+    shown = [name for name in names if name in new_line.chosen or name in old_line.chosen]
 
     # others follow, but for those that repeat the values of one that was given
     repeated = {(old.get(name), new.get(name)) for name in shown}

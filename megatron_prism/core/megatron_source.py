@@ -28,9 +28,13 @@ def locate(module: str, roots: Sequence[str] | None = None) -> Path | None:
 
     roots : where to look instead of where Python would
     """
-    first, *rest = module.split(".")
-    places = [Path(root) / first for root in roots] if roots is not None else _installed(first)
-    for part in rest:
+    first, *parts = module.split(".")
+    if roots is None:
+        places = _installed(first)
+    else:
+        places = [Path(root) / first for root in roots]
+    # a regular package hides all others of its name; without one all are parts of a namespace
+    for part in parts:
         regular = [place for place in places if (place / "__init__.py").is_file()]
         places = [place / part for place in (regular[:1] or places)]
     for place in places:
@@ -56,25 +60,29 @@ def megatron_release(roots: Sequence[str] | None = None) -> str:
     commit is left out.
     """
     loaded = sys.modules.get("megatron.core")
-    if roots is None and isinstance(version := getattr(loaded, "__version__", None), str):
+    version = getattr(loaded, "__version__", None)
+    if roots is None and isinstance(version, str):
         return version.partition("+")[0]
     path = locate("megatron.core.package_info", roots)
     if path is None:
         return UNKNOWN
-    found = {}
+    constants = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         match node:
             case ast.Assign([ast.Name(name)], ast.Constant(value)):
-                found[name] = str(value)
-    if not all(name in found for name in _VERSION):
+                constants[name] = str(value)
+    if not all(name in constants for name in _VERSION):
         return UNKNOWN
-    return ".".join(found[name] for name in _VERSION) + found.get("PRE_RELEASE", "")
+    release = ".".join(constants[name] for name in _VERSION)
+    return release + constants.get("PRE_RELEASE", "")
 
 
 def parse_release(version: str) -> Release | None:
     """(0, 19) of ``0.19.2``; None for what names no release."""
     parts = version.split(".")[:2]
-    return (int(parts[0]), int(parts[1])) if all(p.isdigit() for p in parts) and parts[1:] else None
+    if len(parts) < 2 or not all(part.isdigit() for part in parts):
+        return None
+    return int(parts[0]), int(parts[1])
 
 
 def read_source(path: Path) -> str:
@@ -87,15 +95,20 @@ def fields_of_class(module: str, name: str) -> dict[str, tuple[str, object]]:
     where that is computed); none where Megatron is not installed.
     """
     path = locate(module)
-    found = dict[str, tuple[str, object]]()
-    for node in ast.parse(read_source(path)).body if path is not None else ():
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            for one in node.body:
-                match one:
-                    case ast.AnnAssign(ast.Name(field), kind, value):
-                        default = value.value if isinstance(value, ast.Constant) else None
-                        found[field] = ast.unparse(kind), default
-    return found
+    if path is None:
+        return {}
+    fields = dict[str, tuple[str, object]]()
+    for node in ast.parse(read_source(path)).body:
+        if not isinstance(node, ast.ClassDef) or node.name != name:
+            continue
+        for statement in node.body:
+            match statement:
+                case ast.AnnAssign(ast.Name(field), kind, ast.Constant(value)):
+                    fields[field] = ast.unparse(kind), value
+                # a default that is computed, or none
+                case ast.AnnAssign(ast.Name(field), kind):
+                    fields[field] = ast.unparse(kind), None
+    return fields
 
 
 @lru_cache(maxsize=256)
@@ -119,8 +132,8 @@ def lookup(path: Path, target: str) -> str:
     if spaces[0].get_type() == "function":
         return f"{name} is a function now, not a class"
     inherits = re.search(rf"^\s*class {name}\s*\(\s*[^)\s]", source, re.MULTILINE)
-    members = (one for one in spaces[0].get_symbols() if one.is_local())
-    if inherits or hasattr(object, member) or member in {one.get_name() for one in members}:
+    members = {symbol.get_name() for symbol in spaces[0].get_symbols() if symbol.is_local()}
+    if inherits or hasattr(object, member) or member in members:
         return ""
     return f"class {name} has no {member}"
 
@@ -135,7 +148,8 @@ def engine_version() -> str:
 
 def versions() -> dict[str, str]:
     """What besides Megatron decides the memory: torch, and Transformer Engine if it is there."""
-    found = {"torch": importlib.metadata.version("torch")}
-    if version := engine_version():
-        found["transformer_engine"] = version
-    return found
+    releases = {"torch": importlib.metadata.version("torch")}
+    engine = engine_version()
+    if engine:
+        releases["transformer_engine"] = engine
+    return releases

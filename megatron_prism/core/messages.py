@@ -40,19 +40,19 @@ def _print(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: Callable[[], str], write: Callable[[str], object] = _print) -> Iterator[None]:
-    """Inside, a line says ``what`` where nothing was printed for ``EVERY_S`` seconds.
+def progress(subject: Callable[[], str], write: Callable[[str], object] = _print) -> Iterator[None]:
+    """Inside, a line says ``subject`` where nothing was printed for ``EVERY_S`` seconds.
 
     On a terminal it grows by a dot each time, for ``LINE_S`` seconds or until more than its numbers
     changes.  Elsewhere it is a line, and another one ``LINE_OFF_TERMINAL_S`` seconds later.
 
     Args:
-        what: returns the text, in a thread; of several the innermost is asked, and an empty text
+        subject: returns the text, in a thread; of several the innermost is asked, and an empty text
             is not written.
         write: takes what to write, and ends no line by itself.
     """
     ended = threading.Event()
-    _doing.append((what, write))
+    _doing.append((subject, write))
     if len(_doing) == 1:
         printed()
         threading.Thread(target=_beat, args=(ended,), daemon=True).start()
@@ -77,8 +77,9 @@ def _beat(ended: threading.Event) -> None:
             pause_s = EVERY_S
             continue
         pause_s = EVERY_S
-        for what, write in _doing[-1:]:
-            text = what()
+        # of nested work the innermost
+        for subject, write in _doing[-1:]:
+            text = subject()
             words = re.sub(r"\d+", "", text)
             is_same = words == line_words and now_s < line_start_s + LINE_S
             if _open is not None and is_same:
@@ -116,8 +117,10 @@ def last_resort(error: BaseException, doing: str) -> int:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     foreign = sys.modules.get("megatron_prism.core.foreign")
     read = foreign.last_read() if foreign else ""
-    what = f"{doing}, after reading {read}" if read else doing
-    said = shown(f"{type(error).__name__}: {error}".partition("\n")[0][:500])
+    subject = doing
+    if read:
+        subject = f"{doing}, after reading {read}"
+    summary = shown(f"{type(error).__name__}: {error}".partition("\n")[0][:500])
     if os.environ.get("PRISM_DEBUG") == "1":
         where = "PRISM_DEBUG=1: the traceback is below"
     else:
@@ -125,11 +128,11 @@ def last_resort(error: BaseException, doing: str) -> int:
         with contextlib.suppress(OSError):
             handle, path = tempfile.mkstemp(prefix="prism-traceback-", suffix=".txt")
             with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{what}\n{text}")
+                file.write(f"{subject}\n{text}")
             where = f"the traceback is in {path}"
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-        print(f"prism: {shown(what)}", file=sys.stderr)
-        print(f"prism: a mistake of prism, not yours: {said}", file=sys.stderr)
+        print(f"prism: {shown(subject)}", file=sys.stderr)
+        print(f"prism: a mistake of prism, not yours: {summary}", file=sys.stderr)
         print(f"prism: {where}; please report it with that text", file=sys.stderr)
         if os.environ.get("PRISM_DEBUG") == "1":
             print(text, file=sys.stderr)
