@@ -41,10 +41,11 @@ def with_modelled_host(program: Program) -> Program:
     if program.knows_host:
         return program
     ops = program.ops.copy()
-    mine = (ops["name"] == CODE["compute"]) & (ops["kernels"] >= 0)
-    each = np.where(_BY_PYTHON[ops["phase"]], KERNEL_NS, LOOP_NS)
-    ops["host"] = np.where(mine, ops["kernels"] * each, -1)
-    ops["lead"] = np.where(mine, each, -1)
+    is_counted = (ops["name"] == CODE["compute"]) & (ops["kernels"] >= 0)
+    kernel_ns = np.where(_BY_PYTHON[ops["phase"]], KERNEL_NS, LOOP_NS)
+    ops["host"] = np.where(is_counted, ops["kernels"] * kernel_ns, -1)
+    # the device may begin once the first kernel is launched
+    ops["lead"] = np.where(is_counted, kernel_ns, -1)
     return dataclasses.replace(program, ops=ops)
 
 
@@ -106,20 +107,25 @@ def on_other_host(
 
 def indices_of(source: Mapping[str, str]) -> dict[int, float]:
     """Rank -> index of the host that captured it, as far as the slices say; a file may lie."""
-    found = {}
+    indices = {}
     for word in source.get(HOST_INDEX, "").split():
         rank, _, index = word.partition("=")
         if rank.isdigit() and re.fullmatch(r"\d{1,4}(\.\d{1,6})?", index) and float(index):
-            found[int(rank)] = float(index)
-    return found
+            indices[int(rank)] = float(index)
+    return indices
 
 
 def host_spread(programs: Iterable[Program]) -> float | None:
     """Relative standard deviation of what a rank's host takes for an iteration, the largest; None
     if no program has two iterations.
     """
-    hosts = [one.hosts for one in programs if len(one.hosts) > 1]
-    return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
+    spreads = []
+    for program in programs:
+        host_ns_of_iterations = program.hosts
+        if len(host_ns_of_iterations) > 1:
+            deviation_ns = host_ns_of_iterations.std(ddof=1)
+            spreads.append(float(deviation_ns / max(1.0, host_ns_of_iterations.mean())))
+    return max(spreads, default=None)
 
 
 def host_sources(
@@ -187,16 +193,17 @@ def host_ns(
     first message.
     """
     ops = program.ops
-    whole = np.maximum(ops["host"], 0)
-    lead = np.clip(ops["lead"], 0, whole)
-    ns = whole - lead
+    segment_ns = np.maximum(ops["host"], 0)
+    lead = np.clip(ops["lead"], 0, segment_ns)
+    ns = segment_ns - lead
     source = np.full(len(ops), first, dtype=np.uint8)
     if not program.knows_host:
         return lead, ns, source
     calls = call_ns(program, calibration, CALL_NS)
-    talks = IS_CALL[ops["name"]] & (ops["host"] < 0)  # others a CUDA graph launches
-    source[talks] = first + 1
-    ns[talks] = calls[talks]
+    is_issued = IS_CALL[ops["name"]] & (ops["host"] < 0)  # others a CUDA graph launches
+    source[is_issued] = first + 1
+    ns[is_issued] = calls[is_issued]
+    # the messages of a batch have their time at the first of them
     batched = np.flatnonzero(ops["batch"] >= 0)
     _, owner, which = np.unique(ops["batch"][batched], return_index=True, return_inverse=True)
     parts = ns[batched]

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -27,15 +29,15 @@ def shipped(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
-def read(name: str | os.PathLike[str], folder: Path, what: str, kind: type[T]) -> T:
-    """The ``kind`` in the file of that name.  UsageError; ``what`` it is (a machine) is for people.
+def read(name: str | os.PathLike[str], folder: Path, noun: str, kind: type[T]) -> T:
+    """The ``kind`` in the file of that name.  UsageError; ``noun`` (a machine) is for people.
 
     A file has the fields of ``kind``: all that have no default, and no others.
     """
-    known = shipped(folder)
-    absent = f"use {', '.join(known)}, or a file like those in {folder}"
+    files = shipped(folder)
+    absent = f"use {', '.join(files)}, or a file like those in {folder}"
     fix = f"see those that are shipped: {folder}"
-    with foreign.reading(known.get(str(name).lower(), name), what, fix, absent=absent) as path:
+    with foreign.reading(files.get(str(name).lower(), name), noun, fix, absent=absent) as path:
         return foreign.read_json(path, kind, closed=True)
 
 
@@ -107,10 +109,11 @@ def machines() -> dict[str, Path]:
 
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
-    found = read(name, FOLDER, "a machine", Machine)
-    if "bf16" not in found.flops:
+    node = read(name, FOLDER, "a machine", Machine)
+    # rates of other dtypes default to this one
+    if "bf16" not in node.flops:
         raise UsageError(f"machine {name}: flops has no bf16", fix='"flops": {"bf16": 6e14}')
-    return found
+    return node
 
 
 def device_limit(text: str, own: Machine | None = None) -> tuple[int, str]:
@@ -121,11 +124,16 @@ def device_limit(text: str, own: Machine | None = None) -> tuple[int, str]:
     what is no size.
     """
     num_bytes = parse_limit(text)
-    if sold := re.fullmatch(r"\s*(\d+)\s*GB?\s*", text):
-        most = int(sold[1]) * BINARY["GiB"]
-        for one in (*filter(None, (own,)), *map(machine, machines())):
-            if _OF_CARD * most < one.device_memory <= most:
-                return one.device_memory, f"what a card sold as {sold[1]} GB has"
+    sold = re.fullmatch(r"\s*(\d+)\s*GB?\s*", text)
+    if not sold:
+        return num_bytes, ""
+    sold_bytes = int(sold[1]) * BINARY["GiB"]
+    candidates: Iterable[Machine] = map(machine, machines())
+    if own is not None:
+        candidates = itertools.chain([own], candidates)
+    for candidate in candidates:
+        if _OF_CARD * sold_bytes < candidate.device_memory <= sold_bytes:
+            return candidate.device_memory, f"what a card sold as {sold[1]} GB has"
     return num_bytes, ""
 
 
@@ -149,26 +157,29 @@ def usable_memory(
     elif own is not None and own.device_memory:
         num_bytes, source = own.device_memory, own.name
     else:
-        name = "the job's machine" if own is None else own.name
+        name = "the job's machine"
+        if own is not None:
+            name = own.name
         raise UsageError(f"nobody says how much memory {name} has", fix="--limit 80GB")
     if headroom >= max(num_bytes, 1):
         raise UsageError("headroom leaves nothing of the limit", fix="--limit 80GB --headroom 4GiB")
     return num_bytes - headroom, source
 
 
-def with_nodes_of(found: Machine, world: World) -> Machine:
+def with_nodes_of(node: Machine, world: World) -> Machine:
     """The machine with nodes of as many ranks as the launcher of ``world`` starts on each; NVLink
     joins as many hosts as before, and none of these gets more ranks than it has GPUs.
     """
-    ranks, host = world.gpus_per_node, found.gpus_per_host
+    ranks = world.gpus_per_node
     if ranks is None:
-        return found
-    if host:
-        ranks = min(ranks, host)
-        return replace(
-            found, gpus_per_node=found.gpus_per_node // host * ranks, gpus_per_host=ranks
-        )
-    return replace(found, gpus_per_node=ranks)
+        return node
+    # NVLink joins several hosts
+    gpus_per_host = node.gpus_per_host
+    if gpus_per_host:
+        ranks = min(ranks, gpus_per_host)
+        num_hosts = node.gpus_per_node // gpus_per_host
+        return replace(node, gpus_per_node=num_hosts * ranks, gpus_per_host=ranks)
+    return replace(node, gpus_per_node=ranks)
 
 
 def named_in(text: str) -> str | None:
@@ -185,13 +196,13 @@ def default_machine(device: str, hardware: str) -> str:
 
     UsageError where they contradict each other, and for hardware of which no rates are known.
     """
-    there, meant = named_in(device), named_in(hardware)
-    if there and meant and there != meant:
+    measured, meant = named_in(device), named_in(hardware)
+    if measured and meant and measured != meant:
         message = f"the segments were measured on {device}, and the job is meant for {hardware}"
-        fix = f"--machine {there} for the former, and moved={meant} with it for the latter"
+        fix = f"--machine {measured} for the former, and moved={meant} with it for the latter"
         raise UsageError(message, fix=fix)
-    if not there and not meant and hardware.upper() not in ("", "CPU"):
+    if not measured and not meant and hardware.upper() not in ("", "CPU"):
         message = f"the job is meant for {hardware} (hardware.name), whose rates are not known"
         fix = f"--machine {_DEFAULT} as if it were that ({', '.join(machines())}), or a FILE"
         raise UsageError(message, fix=fix)
-    return there or meant or _DEFAULT
+    return measured or meant or _DEFAULT
