@@ -52,7 +52,7 @@ class _Fills(TorchFunctionMode):
         """``value`` if it is not of drawn numbers of this shape; else what draws it as a whole."""
         dtype, calls = self.of(value)
         if not calls or value.shape != shape:
-            return lambda whole: value
+            return lambda full: value
         return functools.partial(_filled, dtype=dtype, calls=tuple(calls))
 
     def __torch_function__(
@@ -64,16 +64,17 @@ class _Fills(TorchFunctionMode):
         if not isinstance(answer, torch.Tensor):
             return answer
         name = getattr(func, "__name__", "")
+        # a generator of its own, or the default one that has moved on
         draws = kwargs.get("generator") is not None
         draws = draws or not torch.equal(before, torch.default_generator.get_state())
         redrawn = [self._again(value, answer.shape) for value in args]
         if name.endswith("_") and name[-2:] != "__":
             self._note_in_place(func, name, args, kwargs, redrawn, draws)
         elif draws and name in ("rand", "randn"):
-            self._keep(answer, [lambda whole: func(whole.shape, **kwargs)])
+            self._keep(answer, [lambda full: func(full.shape, **kwargs)])
         elif any(map(_is_drawn, redrawn)) and not self.of(answer)[1]:
             # computed from drawn numbers, element by element
-            self._keep(answer, [lambda whole: func(*(draw(whole) for draw in redrawn), **kwargs)])
+            self._keep(answer, [lambda full: func(*(draw(full) for draw in redrawn), **kwargs)])
         return answer
 
     def _note_in_place(
@@ -96,12 +97,14 @@ class _Fills(TorchFunctionMode):
             if value is not tensor and key != "generator"
         }
         calls = list(self.of(tensor)[1])
+        # it copies what was drawn elsewhere; it forgets what was there, or depends on a tensor that
+        # nobody drew; or it is one more step of the drawing
         if name == "copy_" and _is_drawn(redrawn[1]):
             calls = [redrawn[1]]
         elif name in _OVERWRITE or any(map(torch.is_tensor, (*operands, *options.values()))):
             calls = []
         elif draws or calls:
-            calls.append(lambda whole: func(whole, *operands, **options))
+            calls.append(lambda full: func(full, *operands, **options))
         self._keep(tensor, calls)
 
 
@@ -110,10 +113,10 @@ def _is_drawn(redrawn: object) -> bool:
     return isinstance(redrawn, functools.partial)
 
 
-def _filled(whole: torch.Tensor, dtype: torch.dtype, calls: Sequence[Fill]) -> torch.Tensor:
-    """A tensor like ``whole`` of what ``calls`` draw from the generator's seed."""
+def _filled(full: torch.Tensor, dtype: torch.dtype, calls: Sequence[Fill]) -> torch.Tensor:
+    """A tensor like ``full`` of what ``calls`` draw from the generator's seed."""
     torch.manual_seed(torch.initial_seed())
-    out = torch.empty(whole.shape, dtype=dtype)
+    out = torch.empty(full.shape, dtype=dtype)
     for call in calls:
         out = call(out)
     return out
@@ -137,22 +140,24 @@ def _draw_by_name(model: Any, fills: _Fills, seed: int) -> list[str]:
         dtype, calls = fills.of(shard.data)
         if not calls:
             continue
+        # the seed follows from the name, and from the layer where a name has all of them stacked
         along = shard.prepend_axis_num
-        where = f"{seed} {shard.key} {shard.global_offset[:along]}"
-        digest = hashlib.sha256(where.encode()).digest()
+        place = f"{seed} {shard.key} {shard.global_offset[:along]}"
+        digest = hashlib.sha256(place.encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
-            whole = _filled(torch.empty(shard.global_shape[along:]), dtype, calls)
+            full = _filled(torch.empty(shard.global_shape[along:]), dtype, calls)
             starts = zip(shard.global_offset[along:], shard.local_shape, strict=True)
-            shard.data.copy_(whole[tuple(slice(start, start + n) for start, n in starts)])
+            shard.data.copy_(full[tuple(slice(start, start + n) for start, n in starts)])
         filled.add(shard.data.untyped_storage()._cdata)
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.untyped_storage()._cdata not in filled
-        and parameter.numel() > 1
-        and bool((parameter != parameter.reshape(-1)[0]).any())
-    ]
+    left_names = []
+    for name, parameter in model.named_parameters():
+        if parameter.untyped_storage()._cdata in filled or parameter.numel() <= 1:
+            continue
+        # zeros and ones are the same in each layout
+        if bool((parameter != parameter.reshape(-1)[0]).any()):
+            left_names.append(name)
+    return left_names
 
 
 @PATCHES.instead(
@@ -172,8 +177,9 @@ def _same_parameters(
     def build(*words: object, **more: object) -> object:
         with _Fills() as fills:
             model = provider(*words, **more)
-        if rest := _draw_by_name(model, fills, megatron_args().seed):
-            context.say(f"--use-cpu-initialization leaves as they are: {', '.join(rest)}")
+        left_names = _draw_by_name(model, fills, megatron_args().seed)
+        if left_names:
+            context.say(f"--use-cpu-initialization leaves as they are: {', '.join(left_names)}")
         group = getattr(model, "embd_group", None)
         ends = group is not None and (model.pre_process or model.post_process)
         if ends and values_of(group) is None:  # the last stage takes the first one's embedding

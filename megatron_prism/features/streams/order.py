@@ -206,8 +206,8 @@ class _Checker:
     def _join(self, stream: int, clock: list[int]) -> None:
         """Let a stream know all that a clock has."""
         known_epochs = self._clocks[stream]
-        for other, epoch in enumerate(clock):
-            known_epochs[other] = max(known_epochs[other], epoch)
+        for leader, epoch in enumerate(clock):
+            known_epochs[leader] = max(known_epochs[leader], epoch)
 
     def _host_knows(self, clock: list[int]) -> None:
         """Kernels that the host issues from here on start behind all that it has waited for."""
@@ -252,9 +252,10 @@ class _Checker:
         pool = (stream, storage.is_small)
         former = self._given_back.get(pool)
         if former:
-            kept = [one for one in former if not self._is_done_everywhere(one.access)]
-            self._given_back[pool] = kept
-            storage.former = list(kept)
+            # those that all streams have left behind conflict with nothing
+            open_storages = [old for old in former if not self._is_done_everywhere(old.access)]
+            self._given_back[pool] = open_storages
+            storage.former = list(open_storages)
 
     def _is_done_everywhere(self, access: Access) -> bool:
         """Whether each stream is behind an access, so that nobody needs to look at it again."""
@@ -331,16 +332,16 @@ class _Checker:
         access = Access(stream, self._epochs[stream], text, low, high, kind == Kind.WRITE)
         if storage.former:
             self._check_former(storage, access)
-        kept = []
+        accesses = []
         for earlier in storage.accesses:
             is_before = self._is_before(earlier, stream)
             conflicts = (earlier.writes or access.writes) and earlier.overlaps(access)
             if conflicts and not is_before:
                 self._conflict(storage, earlier, access)
             if not _replaces(access, earlier, is_before):
-                kept.append(earlier)
-        kept.append(access)
-        storage.accesses = kept
+                accesses.append(earlier)
+        accesses.append(access)
+        storage.accesses = accesses
 
     def _check_former(self, storage: _Storage, access: Access) -> None:
         """The first accesses of new memory come behind the last ones of what it was before."""

@@ -157,8 +157,8 @@ class Variation(Rendered):
 def vary(imported: Imported) -> Variation:
     """Say what varies in a job, and who stands out."""
     priced = price(imported.programs)
-    alike = _equal_ranks(imported)
-    slow = _slow_ranks(imported, priced, alike)
+    groups_of_equals = _equal_ranks(imported)
+    slow = _slow_ranks(imported, priced, groups_of_equals)
     slow_iterations = _slow_iterations(imported)
 
     # who stands out is named, and left out of the spreads
@@ -168,7 +168,7 @@ def vary(imported: Imported) -> Variation:
             excluded.update(outlier.ranks)
     slow_numbers = [outlier.number for outlier in slow_iterations]
     usual = np.flatnonzero(~np.isin(imported.numbers, slow_numbers))
-    computing = _computing(imported, alike, excluded, usual)
+    computing = _computing(imported, groups_of_equals, excluded, usual)
     return Variation(
         ranks=tuple(imported.ranks),
         numbers=tuple(imported.numbers),
@@ -234,10 +234,12 @@ class _EqualRanks:
         return math.exp(level - usual)
 
 
-def _slow_ranks(imported: Imported, priced: PricedGraph, alike: list[list[int]]) -> list[Outlier]:
+def _slow_ranks(
+    imported: Imported, priced: PricedGraph, groups_of_equals: list[list[int]]
+) -> list[Outlier]:
     """Name GPUs and nodes that are slower than those that run the same, and those that drift."""
     outliers: list[Outlier] = []
-    for members in alike:
+    for members in groups_of_equals:
         equal_ranks = _EqualRanks(imported, members)
         slow_places: list[int] = []
         for node, factor in _slow_nodes(equal_ranks).items():
@@ -344,9 +346,9 @@ def _slow_iterations(imported: Imported) -> list[Outlier]:
         else:
             why = f"computing of rank {format_ranks(late_ranks)}"
         number = imported.numbers[row]
-        what = f"iteration {number}: {why}"
+        text = f"iteration {number}: {why}"
         factor = took[row] / usual_ns
-        outliers.append(Outlier("iteration", what, factor, excess_ns, late_ranks, number))
+        outliers.append(Outlier("iteration", text, factor, excess_ns, late_ranks, number))
     return outliers
 
 
@@ -444,11 +446,11 @@ def _unknown_component(name: str, basis: str) -> Component:
 
 
 def _computing(
-    imported: Imported, alike: list[list[int]], excluded: set[int], usual: np.ndarray
+    imported: Imported, groups_of_equals: list[list[int]], excluded: set[int], usual: np.ndarray
 ) -> list[Component]:
     """Return spreads of computing, of all ranks but ``excluded`` in iterations ``usual``."""
     kinds = []
-    for members in alike:
+    for members in groups_of_equals:
         usual_members = [index for index in members if imported.ranks[index] not in excluded]
         if usual_members:
             kinds.append(usual_members)

@@ -181,7 +181,7 @@ def _section(step: Callable[..., StepValue]) -> Callable[..., StepValue]:
 
     def call(self: Repeats, key: Key, *args: StepValue) -> StepValue:
         run = partial(step, self, key, *args)
-        return self.sections.call(step.__name__, key[0], run, whole=True)
+        return self.sections.call(step.__name__, key[0], run, is_whole=True)
 
     return call
 
@@ -815,14 +815,17 @@ class _Made(torch.autograd.Function):
 class _Moved:
     """Numbers of storages of a step, as they are of another.
 
-    given, now : what the two were given, in one order
-    spans      : (first, behind the last) of storages -> the first that stands for them
+    old_numbers, new_numbers : what the two were given, in one order
+    spans : (first, behind the last) of storages -> the first that stands for them
     """
 
     def __init__(
-        self, given: tuple[int, ...], now: tuple[int, ...], spans: dict[tuple[int, int], int]
+        self,
+        old_numbers: tuple[int, ...],
+        new_numbers: tuple[int, ...],
+        spans: dict[tuple[int, int], int],
     ) -> None:
-        self._given = dict(zip(given, now, strict=True))
+        self._given = dict(zip(old_numbers, new_numbers, strict=True))
         self._spans = spans
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
@@ -909,18 +912,18 @@ class Sections:
             self._known = {}
 
     def call(
-        self, what: str, chunk: int | None, run: Callable[[], StepValue], whole: bool = False
+        self, name: str, chunk: int | None, run: Callable[[], StepValue], is_whole: bool = False
     ) -> StepValue:
-        """``run()``, or what it was; ``whole``: its last segment of compute ends with it."""
+        """``run()``, or what it was; ``is_whole``: its last segment of compute ends with it."""
         if not self._recorder.active:
             return run()
-        key = (what, chunk, self._counts[what, chunk])
-        self._counts[what, chunk] += 1
+        key = (name, chunk, self._counts[name, chunk])
+        self._counts[name, chunk] += 1
         if self._told is not None:
             return self._again(key)
         first, _, _, batches = self._recorder.position()
         result = run()
-        if whole:
+        if is_whole:
             self._recorder.cut()
         behind = self._recorder.position()[0]
         self._known[key] = _Section(first, behind, batches, each_tensor(result, _Like.of))
@@ -951,8 +954,8 @@ class Sections:
             run()
             recorded = self._recorder.stop().builder
         finally:
-            told, self._told = self._told, None
-        if recorded is None or told.keys() != self._known.keys():
+            positions, self._told = self._told, None
+        if recorded is None or positions.keys() != self._known.keys():
             raise NotRepeatedError
         return recorded.build(rank, memory=False)
 
@@ -988,9 +991,9 @@ class Sections:
 
 
 def each_tensor(
-    value: StepValue, what: Callable[[StepValue], StepValue], kind: type = torch.Tensor
+    value: StepValue, change: Callable[[StepValue], StepValue], kind: type = torch.Tensor
 ) -> StepValue:
-    """``value`` with ``what`` of every tensor of tier meta in it, or of every ``kind``."""
+    """``value`` with ``change`` of every tensor of tier meta in it, or of every ``kind``."""
     return tree_map_only(
-        kind, lambda leaf: what(leaf) if getattr(leaf, "is_meta", True) else leaf, value
+        kind, lambda leaf: change(leaf) if getattr(leaf, "is_meta", True) else leaf, value
     )
