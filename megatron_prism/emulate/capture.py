@@ -170,7 +170,9 @@ def add_to(run: Run, session: Session) -> None:
     assert options.capture is not None, "it is why this is called"
     if emit is None:
         check_free(options.capture, options.rank, options.force)
-    device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
+    device = tier.name
+    if tier.name == "cuda":
+        device = torch.cuda.get_device_name()
     source = source_of(run.version, tier.name, device)
     capture = StockCapture(options, tier, source, run.monitor)
     if emit is not None:
@@ -667,13 +669,18 @@ class StockCapture(TrainingListener):
     def _host_bytes(self) -> int:
         """The most that large copies on the host would have taken at once; 0 on other tiers."""
         live = self.tier.live
-        return 0 if live is None else int(live.host.high)
+        if live is None:
+            return 0
+        return int(live.host.high)
 
     def remarks(self) -> str:
         """What to say of device and host beside the slice."""
-        text = f"; {self.links}" if self.links is not None else ""
-        if copies := self._host_bytes():
-            text += f"; {format_bytes(copies)} of host memory for copies there"
+        text = ""
+        if self.links is not None:
+            text = f"; {self.links}"
+        copied_bytes = self._host_bytes()
+        if copied_bytes:
+            text += f"; {format_bytes(copied_bytes)} of host memory for copies there"
         if self._first_alone:
             text += (
                 "; it is of the job's first iteration, at whose end the optimizer's states begin: "
@@ -682,12 +689,16 @@ class StockCapture(TrainingListener):
         if self._hosts:
             index, took = statistics.median(self._hosts), HOST_S * len(self._hosts)
             text += f"; host index {index:.2f}, which took {took:g} s"
-        if self.program is None or len(hosts := self.program.hosts) < 2:
+        if self.program is None or len(self.program.hosts) < 2:
             return text
-        if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):
+        # the iteration that was recorded, beside the quickest of those that were timed
+        recorded_ns = np.maximum(self.program.ops["host"], 0).sum()
+        quickest_ns = min(self.program.hosts)
+        if recorded_ns > _DISTURBED * quickest_ns:
             text += (
-                f"; the host took {used / 1e6:,.0f} ms for an iteration, {min(hosts) / 1e6:,.0f} "
-                "for the quickest: it was disturbed, and with it all that waits for it"
+                f"; the host took {recorded_ns / 1e6:,.0f} ms for an iteration, "
+                f"{quickest_ns / 1e6:,.0f} for the quickest: it was disturbed, and with it all "
+                "that waits for it"
             )
         return text
 

@@ -480,6 +480,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--yaml-cfg", default=None)
     parser.add_argument("--fake-process-group", action="store_true")
+    # flags of Megatron are left to its own parser
     args, unread = parser.parse_known_args(list(argv))
     unknown = [a for a in unread if a.startswith("--prism-")]
     if unknown:
@@ -491,6 +492,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.prism_recipe:
         from megatron_prism.core.recipe import load_prism_section
 
+        # what the command line says itself wins over the recipe
         section = load_prism_section(Path(args.prism_recipe))
         defaults = {f"prism_{key}": value for key, value in section.items() if value is not None}
         parser.set_defaults(**defaults)

@@ -162,11 +162,16 @@ def unknown(words: Sequence[str], known: Collection[str]) -> UnknownFlagsError:
             obstacles.append(Obstacle(f"{flag} has dashes", f"{dashed} in its place"))
         elif dashed in table:
             release, replaced = table[dashed]
-            by = f", replaced by {replaced}" if replaced else ""
-            obstacles.append(Obstacle(f"{flag} was in Megatron until {release}{by}", ignore))
-        else:
-            text = f"{flag} is in no release of Megatron{f', {near}' if near else ''}"
+            text = f"{flag} was in Megatron until {release}"
+            if replaced:
+                text += f", replaced by {replaced}"
             obstacles.append(Obstacle(text, ignore))
+        else:
+            text = f"{flag} is in no release of Megatron"
+            if near:
+                text += f", {near}"
+            obstacles.append(Obstacle(text, ignore))
+    # values without a flag
     if not obstacles:
         obstacles.append(_stray_words(words))
     return UnknownFlagsError(tuple(obstacles))

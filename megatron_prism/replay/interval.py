@@ -403,6 +403,7 @@ def _untimed_segments(variations: Variations) -> Uncertainty | None:
 
     None if there are none, or nothing else; commands say the latter.
     """
+    # the provenance of segments without a time, if one has it
     untimed_code = -1
     for code, text in enumerate(variations.prices.sources):
         if text.startswith(NO_TIME):

@@ -215,6 +215,7 @@ def _steps(program: Program, iterations: Sequence[int]) -> list[tuple[int, str, 
     first_events = np.searchsorted(program.allocations["before"], first_ops, side="left")
     step_of_event: dict[int, tuple[int, str, str]] = {}
     for event, first_op in zip(first_events.tolist(), first_ops.tolist(), strict=True):
+        # the last step ends with the program
         if first_op >= len(program):
             break
         op = program[first_op]

@@ -148,6 +148,7 @@ class OneLocalMember:
         if out.is_meta or not shard.numel():
             return
         slots = out.detach().view(self.n, -1)
+        # in place
         if slots[self.p].data_ptr() == shard.data_ptr():
             return
         if values.policy == "noise" and shard.is_floating_point():
@@ -179,14 +180,17 @@ class OneLocalMember:
         """
         if out.is_meta or not out.numel():
             return
+        # members hold parts of the sum that are known: it is completed
         parts = values.parts
         if op == "sum" and self.n > 1 and parts is not None and parts.fill(out, self.n, self.p):
             return
+        # stretches of one sequence; where the sum is in place the other chunks are the job's own
         chunks = all_chunks.detach().view(self.n, -1)
         chunk = chunks[self.p]
         if op == "sum" and sequence and values.mirrors(out) and out.data_ptr() != chunk.data_ptr():
             torch.sum(chunks, 0, out=out.detach().view(-1))
             return
+        # n equal members
         if out.data_ptr() != chunk.data_ptr():
             out.detach().view(-1).copy_(chunk)
         self.reduced(out, op, values)
@@ -299,6 +303,7 @@ class PartiallyLocalGroup:
 
     def _reduced(self, tensor: torch.Tensor, op: str, parts: PartialSums | None = None) -> None:
         target = tensor.detach()
+        # parts of a sum: each member's counts once, or what all hold is put together first
         rows, weight = self._parts_of(op, parts), self.weight
         if rows is not None and rows.once:
             weight = 1
@@ -313,6 +318,8 @@ class PartiallyLocalGroup:
             self._reduced(words, _FOR_BOOLS[op])
             target.copy_(words)
             return
+
+        # a local member stands for itself and for those that mirror it
         buffer = target.contiguous()
         divide = op == "avg" and not target.is_floating_point()
         if op == "sum" or divide:
@@ -321,6 +328,7 @@ class PartiallyLocalGroup:
             buffer.mul_(self.weight / self.n)
         elif op == "product":
             buffer.pow_(self.weight)
+        # an even number of equal operands
         elif op == "bxor" and self.weight % 2 == 0:
             buffer.zero_()
         self._all_reduce(buffer, "sum" if op == "avg" else op)

@@ -236,6 +236,7 @@ def on_host(func: Callable[..., object], args: Args, kwargs: Options) -> object:
     """
     if not _known(args, kwargs):
         return None
+    # with the values themselves where they are known, else with tensors of their shapes
     values = _computed(func, args, kwargs)
     shapes = values or _computed(func, args, kwargs, shapes=True)
     if shapes is None:

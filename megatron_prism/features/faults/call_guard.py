@@ -542,6 +542,7 @@ class CallGuard(LabelledCalls):
         if self.asked.dry_run:
             return
         for fault, call in self.injector.survived.items():
+            # without the programs of the world nothing compared the rank's calls
             consequence = "its peers would wait for good"
             fix = "--prism-world DIR (prism capture) stops where the job would, with the verdict"
             if self.asked.programs is not None:

@@ -305,6 +305,7 @@ def _plan(sampler: Sampler, spread: Variability, asked_samples: int | None) -> _
     halved_samples = max(_MIN_SAMPLES_OF_WHAT_IF, _DRAWS_OF_WHAT_IF // sampler.replicas)
     slow_classes = _busiest(sampler)
     slow_samples = max(_MIN_SAMPLES_OF_WHAT_IF, affordable_draws // 8 // len(slow_classes))
+    # a host that is never late cannot vary less
     parts = list(PARTS)
     if not sampler.hosted or not spread.host:
         parts.remove("host")

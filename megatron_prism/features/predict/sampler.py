@@ -463,13 +463,17 @@ class Sampler:
         """
         rank_curve = spread.curve("gpu", "step")
         host_curve = spread.curve("host")
-        drawn_replicas = range(self.replicas) if replicas is None else replicas
+        drawn_replicas = replicas
+        if drawn_replicas is None:
+            drawn_replicas = range(self.replicas)
         rng = np.random.default_rng([self.seed, _NETWORK])
+        # the network is one for all replicas of an iteration
         network = np.interp(rng.standard_normal(count), *spread.curve("network"))
         own = self._own_factors(spread)
         class_count = len(self.members)
         times = np.empty((count, len(drawn_replicas)))
         replicas_at_once = max(1, _AT_ONCE // max(1, count))
+        # rows of factors: computing of each class, the network, the host of each class
         for first in range(0, len(drawn_replicas), replicas_at_once):
             part = drawn_replicas[first : first + replicas_at_once]
             factors = np.empty((2 * class_count + 1, len(part), count))

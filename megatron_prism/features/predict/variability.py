@@ -518,6 +518,7 @@ def _between_gpus(programs: Programs, own: Sequence[_Device], other: Variability
     ranks = programs.world.size
     if len(programs.programs) == ranks == len(_timed(programs)):
         return _GpuSpread(0.0, "every rank has times of its own")
+    # ranks whose programs have the same ops compute the same
     devices_of_ops: dict[bytes, list[_Device]] = {}
     for device in own:
         ops = device.program.ops

@@ -91,6 +91,7 @@ def compared(paths: Sequence[str], beside: Callable[[Snapshot], Any]) -> Any:
     *earlier, last = [_read(path) for path in paths]
     if not all(earlier):
         raise UsageError("snapshots come first", fix="prism compare SNAPSHOT SLICES")
+    # the last path is a snapshot, too, or what each of the others is compared with
     answers: dict[str, Any] = {}
     if last:
         answers |= _growth_of_processes([*earlier, last])
@@ -114,9 +115,11 @@ def _growth_of_processes(
     series_of_process: dict[str, list[Snapshot]] = {}
     for named in itertools.chain.from_iterable(folders):
         process = ""
+        # snapshots of one process come one a path, those of several a folder a moment
         if has_folders:
-            rank = named.snapshot.rank
-            process = named.file if rank is None else f"rank {rank}"
+            process = named.file
+            if named.snapshot.rank is not None:
+                process = f"rank {named.snapshot.rank}"
         series_of_process.setdefault(process, []).append(named.snapshot)
     answers: dict[str, SnapshotGrowth] = {}
     for process, series in series_of_process.items():

@@ -584,6 +584,8 @@ def _place(values: Any) -> AllocationSite:
     site = _site(python)
     is_optimizer = any("optimizer" in frame.file for frame in frames)
     phase = _phase(functions, is_optimizer)
+    # who makes it: Megatron's buffers of parameters and gradients, the optimizer, or what builds
+    # the model, in which cuBLAS may get its workspace
     kind = ""
     if site.startswith(_BUFFER) and frames[0].function == "__init__":
         kind = "buffer"

@@ -29,7 +29,9 @@ def check(args: argparse.Namespace) -> Answer:
     from megatron_prism.features.streams.order import check_trace
 
     folder = Path(args.programs)
-    paths = trace.traces_of(folder) if folder.is_dir() else ()
+    paths: list[Path] = []
+    if folder.is_dir():
+        paths = list(trace.traces_of(folder))
     if not paths:
         raise ProgramError(
             f"{folder} has no record of what streams do with memory",

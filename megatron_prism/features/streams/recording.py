@@ -371,13 +371,18 @@ class StreamRecorder(LabelledCalls):
             if storage in self._fresh:
                 self._fresh.discard(storage)
                 self._add(Kind.WRITE, stream, storage, 0, num_bytes, place)
-        last = tensors[-1] if tensors else None
+        last = None
+        if tensors:
+            last = tensors[-1]
         for tensor in tensors:
             number = self._number(tensor)
             if number in self._recent:
                 continue
             is_written = tensor is last and (number in self._fresh or name in _IN_PLACE)
-            kind = Kind.WRITE if is_written or name == "adam" else Kind.READ
+            kind = Kind.READ
+            # Adam writes parameters and states that it is given
+            if is_written or name == "adam":
+                kind = Kind.WRITE
             self._touch(kind, tensor, stream, place)
         self._recent.clear()
 

@@ -417,7 +417,9 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     world = programs.world
     tokens_per_s = all_figures["tokens_per_s"]["value"]
     figures = _fields(all_figures, "iteration_ns low_ns high_ns computing exposed bubble")
-    figures["tokens_per_gpu"] = None if tokens_per_s is None else tokens_per_s / world.size
+    figures["tokens_per_gpu"] = None
+    if tokens_per_s is not None:
+        figures["tokens_per_gpu"] = tokens_per_s / world.size
     figures["mfu"] = all_figures["mfu"]["value"]
     figures["p95_ns"] = None
     figures["sources"] = [
@@ -433,6 +435,7 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     figures["provenance"] = programs.source.get(WHAT_IF, "as captured")
     figures["gpus"] = world.size
     figures["headline"] = all_figures["headline"]
+    # drawing takes long, so it is done where the objective asks for it
     if settings.tail:
         drawn = predict(programs, machine=settings.machine, samples=_SAMPLES, seed=0)
         for quantile in drawn.quantiles:

@@ -107,7 +107,9 @@ def text(value: Value) -> str:
     """Write a value as ``parse_axes`` reads it."""
     if value is None:
         return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def parse_axes(words: Sequence[str], job: Job) -> dict[str, tuple[Value, ...]]:
@@ -341,6 +343,7 @@ def _sequence_parallel(axes: Mapping[str, Value], tp: int, is_given: bool) -> bo
 
 def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     """Return the point of a recipe's job."""
+    # a capture of shapes on this machine, whatever the recipe asks for
     changes: dict[str, object] = {
         "prism.ranks": None,
         "prism.tier": "meta",
@@ -349,6 +352,7 @@ def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     }
     for axis, value in axes.items():
         changes[AXES.get(axis, axis)] = value
+    # one chunk is no interleaving
     if axes.get("vpp") == 1:
         changes[AXES["vpp"]] = None
     if "tp" in axes and "sequence_parallel" not in axes:

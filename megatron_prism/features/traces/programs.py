@@ -225,6 +225,7 @@ class _Names:
                 if len(ranks) > 1:
                     traced_groups[name].add(ranks)
 
+        # groups that do not follow from the sizes of the world are listed
         self.lists: dict[str, tuple[_Ranks, ...]] = {}
         for name, groups in traced_groups.items():
             if not self._is_family(name, groups):

@@ -380,6 +380,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
         """What goes into a step and comes out is compared with another layout's."""
         call = inspect.signature(original).bind(*args, **kwargs)
         model, optimizer = call.arguments["model"], call.arguments["optimizer"]
+        # the first step: what the job starts from
         if not recorder.trains:
             recorder.trains, recorder.iteration = True, megatron_args().iteration
             recorder.keep_parameters(model, optimizer)
@@ -411,7 +412,10 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
             result = original(*call.args, **call.kwargs)
         finally:
             optimizer.step = update
-        norm = None if result[5] is None else float(result[5])
+        # the sixth of what train_step returns (training/training.py:1603 @0.16.1)
+        norm = result[5]
+        if norm is not None:
+            norm = float(norm)
         recorder.facts["norms"][recorder.iteration] = norm
         recorder.keep_norm_calls(model)
         recorder.keep_parameters(model, optimizer)

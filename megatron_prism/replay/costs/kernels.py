@@ -174,6 +174,7 @@ class _Grid:
 
     def at(self, sizes: Sequence[float]) -> float | None:
         """ns between the neighbours; None outside."""
+        # of each axis the places around the size, with their weights; one place where it is exact
         corners = []
         for axis, size in zip(self.axes, sizes, strict=True):
             x = math.log(size) if size > 0 else -math.inf
@@ -185,11 +186,15 @@ class _Grid:
             else:
                 part = (x - axis[high - 1]) / (axis[high] - axis[high - 1])
                 corners.append([(high - 1, 1 - part), (high, part)])
+        # logarithms are linear between the corners of the cell
         total = 0.0
         for corner in product(*corners):
             weight = math.prod(part for _, part in corner)
             total += weight * self.ns[tuple(place for place, _ in corner)]
-        return None if math.isnan(total) else math.exp(total)
+        # a corner that was not measured
+        if math.isnan(total):
+            return None
+        return math.exp(total)
 
 
 @dataclass(frozen=True)
@@ -594,6 +599,7 @@ def parts_of(
     flops_left, traffic_left, kernels_left = max(0, flops), max(0, traffic), max(1, kernels)
     products = data_movers = 0.0
     roof = 0
+    # kernels that the note names
     for match in KERNEL.finditer(note):
         count = int(match["count"] or 1)
         name = match["name"].strip()
@@ -601,7 +607,10 @@ def parts_of(
         kernel = MeasuredKernel.parse(
             name, match["shapes"], match["dtype"], kernel_flops, kernel_bytes
         )
-        kernel_ns = table.ns(kernel) if table is not None else None
+        kernel_ns = None
+        if table is not None:
+            kernel_ns = table.ns(kernel)
+        # nobody measured one like it
         if kernel_ns is None:
             roof += count * (machine.kernel_ns + _roofline(kernel, machine))
         elif name in PRODUCTS:
@@ -611,6 +620,7 @@ def parts_of(
         flops_left -= count * kernel_flops
         traffic_left -= count * kernel_bytes
         kernels_left -= count
+    # the note names the commonest only
     if kernels_left > 0:
         unnamed = MeasuredKernel("", (), (), "bfloat16", max(0, flops_left), max(0, traffic_left))
         roof += kernels_left * machine.kernel_ns + _roofline(unnamed, machine)

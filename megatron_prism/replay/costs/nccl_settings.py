@@ -185,16 +185,22 @@ def _chosen(text: str, known: Mapping[str, str], variable: str, call: str) -> se
     every = {ours for ours in known.values() if ours}
     for part in text.split(";"):
         head, colon, names = part.rpartition(":")
+        # of another call
         if colon and CALLS.get(head.strip().lower()) != call:
             if head.strip().lower() not in CALLS:
                 raise UsageError(f"{variable}={text}: {head} is no call of NCCL", fix=_FIX)
             continue
-        without = names.startswith("^")
+        excludes = names.startswith("^")
         words = [word.strip().lower() for word in names.removeprefix("^").split(",") if word]
-        if strange := [word for word in words if word not in known]:
+        strange = [word for word in words if word not in known]
+        if strange:
             message = f"{variable}={text}: NCCL has no {strange[0]}"
             raise UsageError(message, fix=f"one of {', '.join(known)}")
         if words:
+            # names of NCCL's that have no part in the model are none of ours
             chosen = {known[word] for word in words if known[word]}
-            every = every - chosen if without else every & chosen
+            if excludes:
+                every = every - chosen
+            else:
+                every = every & chosen
     return every

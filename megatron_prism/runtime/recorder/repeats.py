@@ -171,6 +171,7 @@ class _Step:
                 waited.add(handle)
             else:
                 opened.add(handle)
+            # of another step
             if handle < first or handle > place:
                 return False
         return opened == waited
@@ -286,6 +287,8 @@ class Repeats:
             forward_outputs: Outputs of the forward and their gradients.
         """
         chunk, number = key
+        # its forward was written down again, so no graph is there; or it is the first that may
+        # repeat itself
         if key in self._written:
             result = self._write_backward(key, inputs, forward_outputs)
         elif number == 1 and chunk in self._forwards:

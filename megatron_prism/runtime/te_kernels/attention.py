@@ -89,14 +89,16 @@ class Attention:
         if self.form == "sbhd":
             yield [tensor.transpose(0, 1) for tensor in tensors]
             return
+        # thd: sequences of all lengths behind each other, with the places where they begin
         query_bounds, key_bounds = (lengths.tolist() for lengths in self.lengths)
         for sequence in range(len(query_bounds) - 1):
             rows = slice(query_bounds[sequence], query_bounds[sequence + 1])
             columns = slice(key_bounds[sequence], key_bounds[sequence + 1])
             views = []
             for place, tensor in enumerate(tensors):
-                of_keys = place in (1, 2)
-                part = tensor[columns] if of_keys else tensor[rows]
+                part = tensor[rows]
+                if place in (1, 2):
+                    part = tensor[columns]
                 views.append(part[None])
             yield views
 
