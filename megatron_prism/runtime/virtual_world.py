@@ -221,7 +221,7 @@ class VirtualWorld:
     ) -> PrismGroup | None:
         """The group of global ``ranks`` (None: all), or None if this rank is not one of them.
 
-        ``process_group`` is what the caller asked for; ``gloo`` groups carry host tensors on every
+        ``backend`` is what the caller asked for; groups of ``gloo`` carry host tensors on every
         tier.
         """
         if ranks is None:

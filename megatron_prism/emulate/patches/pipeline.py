@@ -188,8 +188,7 @@ _SCHEDULES = (
 def _label_phases(module: ModuleType, context: PatchContext) -> None:
     """Tell the monitor, and through it the memory tracker, which phase and microbatch runs."""
     monitor = context.monitor
-
-    names = inspect.signature(module.forward_step)
+    signature = inspect.signature(module.forward_step)
 
     def forward(original: Original, *args: Any, **kwargs: Any) -> Any:
         labels = monitor.forward_labels(kwargs.get("vp_stage"))
@@ -197,13 +196,14 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
             if monitor.repeats is None:
                 result = original(*args, **kwargs)
             else:
-                given = names.bind(*args, **kwargs).arguments
+                # a forward that was recorded is written down again
+                arguments = signature.bind(*args, **kwargs).arguments
                 key = (labels.get("chunk"), labels["microbatch"])
                 run = partial(original, *args, **kwargs)
-                model = given["model"]
-                give = module.get_attr_wrapped_model(model, "set_input_tensor")
-                inputs, stored = given["input_tensor"], given["forward_data_store"]
-                result = monitor.repeats.forward(key, run, inputs, stored, model, give)
+                model = arguments["model"]
+                set_input = module.get_attr_wrapped_model(model, "set_input_tensor")
+                inputs, stored = arguments["input_tensor"], arguments["forward_data_store"]
+                result = monitor.repeats.forward(key, run, inputs, stored, model, set_input)
         monitor.remember_output(result[0], labels)
         return result
 
@@ -219,17 +219,24 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
             return monitor.repeats.backward(key, run, input_tensor, (output, *args[:1]))
 
     def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-        asked, model, config = kwargs.get("num_microbatches", 0), kwargs.get("model"), None
+        wanted_microbatches = kwargs.get("num_microbatches", 0)
+        config = None
         if monitor.few is not None or monitor.repeats is not None:
-            config = module.get_model_config(model[0] if isinstance(model, list) else model)
+            model = kwargs.get("model")
+            # of all chunks the first
+            if isinstance(model, list):
+                model = model[0]
+            config = module.get_model_config(model)
+        # which may lower the number of microbatches
         monitor.new_schedule(kwargs, config)
         try:
             results = original(*args, **kwargs)
         except NotRepeatedError:
             monitor.not_repeated()
             raise
-        if results and kwargs.get("num_microbatches", 0) < asked:  # its caller expects so many
-            return list(itertools.islice(itertools.cycle(results), asked))
+        # its caller expects as many results as it asked for
+        if results and kwargs.get("num_microbatches", 0) < wanted_microbatches:
+            return list(itertools.islice(itertools.cycle(results), wanted_microbatches))
         return results
 
     context.replace(module, forward, "forward_step")
@@ -293,6 +300,7 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
         recv_prev: Any,
         recv_next: Any,
     ) -> Any:
+        """Return the shapes of what comes from both neighbours, as virtual ones would say them."""
         prev, after = original(self, send_next, send_prev, recv_prev, recv_next)
         # a local peer has said its shape
         prev_unknown = recv_prev and not all(prev)
@@ -302,13 +310,14 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
             if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
                 num_microbatches = context.monitor.schedule["num_microbatches"]
                 self._prism_lengths = mtp_lengths(self, num_microbatches)
+            # MTP layers have a stage of their own: several tensors come as one
             activations, gradients = self._prism_lengths
-            sequences, *other_sizes = _shape_here(self.config, context)
-            before = behind = [sequences, *other_sizes]
+            tokens, *other_sizes = _shape_here(self.config, context)
+            before = behind = [tokens, *other_sizes]
             if recv_prev:
-                before = [sequences * next(activations), *other_sizes]
+                before = [tokens * next(activations), *other_sizes]
             if recv_next:
-                behind = [sequences * next(gradients), *other_sizes]
+                behind = [tokens * next(gradients), *other_sizes]
         else:
             before = behind = _shape_here(self.config, context, send_next, send_prev)
             # gradients come in the order of sends

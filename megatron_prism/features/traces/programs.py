@@ -604,8 +604,9 @@ class _Times(NamedTuple):
 
 
 def _one_by_one(imported: Imported, index: int) -> _Times:
-    """Let the calls of a group begin when the one before has ended at the earliest: one after the
-    other, as NCCL's; gloo has threads.
+    """Let no call of a group begin before the one in front of it has ended, as NCCL does.
+
+    Calls of gloo run in threads, so their records overlap.
     """
     rank = imported.measured[index]
     came = rank.begun.astype(float)
