@@ -52,7 +52,9 @@ def _job_file(file: str) -> str:
     inside = code_files.below_package("megatron", file)
     if inside is not None:
         return f"megatron/{inside}"
-    return "" if code_files.is_installed(file) else code_files.last_two(file)
+    if code_files.is_installed(file):
+        return ""
+    return code_files.last_two(file)
 
 
 _BY_OUTPUT = ("reduce_scatter", "scatter", "recv")
@@ -81,11 +83,15 @@ Fail = Callable[..., None]
 
 
 def _count(op: Op) -> int:
+    """Elements by which calls are compared: those that all members have alike."""
     if op.name in ("all_to_all", "dispatch", "combine", "barrier"):
         return 0
-    if op.splits:  # shares of members differ, their sum does not
+    # shares of members differ, their sum does not
+    if op.splits:
         return op.num_out
-    return op.num_out if op.name in _BY_OUTPUT else op.num_in
+    if op.name in _BY_OUTPUT:
+        return op.num_out
+    return op.num_in
 
 
 def _differing_properties(own: Op, peer: Op) -> list[tuple[str, object, object]]:
@@ -120,6 +126,7 @@ def nccl_lets_through(own: Op, peer: Op | None) -> bool:
     passes and the other hangs, and 4 against 4,194,304 hangs on both.  What was not measured
     (another operation, reduction, root, splits) counts as a hang.
     """
+    # the peer makes no call
     if peer is None:
         return False
     differing = {name for name, *_ in _differing_properties(own, peer)}
@@ -152,15 +159,22 @@ def gloo_does(own: Op, peer: Op | None, sends: bool | None = None) -> str:
     own_bytes, peer_bytes = _bytes_of(own), _bytes_of(peer)
     if own_bytes == peer_bytes:
         # nothing but splits: what was measured aborted
-        return "passes" if differing else "aborts"
+        if not differing:
+            return "aborts"
+        return "passes"
+    # which side sends, where only one does
     if own.name in ("send", "recv"):
         sends = own.name == "send"
     elif own.name != "broadcast":
         sends = None
     if sends is None:
         return "aborts"
-    sent, room = (own_bytes, peer_bytes) if sends else (peer_bytes, own_bytes)
-    return "passes" if sent <= room else "aborts"
+    sent, room = peer_bytes, own_bytes
+    if sends:
+        sent, room = own_bytes, peer_bytes
+    if sent <= room:
+        return "passes"
+    return "aborts"
 
 
 _BYTES = {"dtype", "shape"}
@@ -206,11 +220,14 @@ class CallCheck:
         self._own_order(call)
         if size < 2:
             return
-        pair = call.name in ("send", "recv")
-        key = (call.group, call.name if pair else "", call.peer if pair else 0)
+        # collectives of a group have one order, messages one for each peer and direction
+        is_message = call.name in ("send", "recv")
+        key = (call.group, "", 0)
+        if is_message:
+            key = (call.group, call.name, call.peer)
         number = self.counts[key]
         self.counts[key] += 1
-        if pair:
+        if is_message:
             self._message(call, number)
         else:
             self._collective(call, number, position)
@@ -233,9 +250,12 @@ class CallCheck:
         self.fail("divergence", call, number, None, [text], None, expected)
 
     def _message(self, call: Op, number: int) -> None:
+        """Compare a message with what its peer does in the same place."""
         peer, fifo = self.peers.messages(call.group, call.peer, call.name)
         if number >= len(fifo):
-            counterpart = "recv" if call.name == "send" else "send"
+            counterpart = "send"
+            if call.name == "send":
+                counterpart = "recv"
             text = f"rank {peer} posts {len(fifo)} {counterpart}, this is number {number}"
             self.fail("unmatched " + call.name, call, number, None, [text], peer)
             return
@@ -244,6 +264,7 @@ class CallCheck:
             self.fail(_kind(texts), call, number, fifo[number], texts, peer)
 
     def _collective(self, call: Op, number: int, position: int) -> None:
+        """Compare a collective with what all other members do in the same place."""
         for rank, equal_ranks, fifo in self.peers.collectives(call.group):
             if number >= len(fifo):
                 text = f"rank {rank} ({equal_ranks} alike) makes {len(fifo)} calls there"

@@ -157,6 +157,7 @@ class Values:
             return
         target.normal_(generator=self.generator(target.device))
         kind = self._expected.get(id(tensor))
+        # remembered, since the tokens that it belongs to may come to be known
         if kind == ACTIVATION:
             self._noise = {
                 key: reference for key, reference in self._noise.items() if reference() is not None
@@ -164,7 +165,9 @@ class Values:
             self._noise[id(tensor)] = weakref.ref(tensor)
             self._vectors.row(target)  # made now, not in the middle of a forward
         if kind == GRADIENT:
-            hidden = target.shape[-1] if target.dim() else 1
+            hidden = 1
+            if target.dim():
+                hidden = target.shape[-1]
             tokens = max(1, target.numel() // max(1, hidden))
             factor: float | torch.Tensor = 1.0 / (tokens * hidden**0.5)
             if self.loss_scale is not None:
@@ -196,8 +199,11 @@ class Values:
             target.copy_(source)
             return
         target.normal_(generator=self.generator(target.device))
-        parts = zip(target, source, strict=True) if target.dim() > 1 else [(target, source)]
-        for part, part_sent in parts:
+        # a flat tensor is one part
+        if target.dim() <= 1:
+            target.mul_(rms(source))
+            return
+        for part, part_sent in zip(target, source, strict=True):
             part.mul_(rms(part_sent))
 
     def add_peers(self, tensor: torch.Tensor, num_virtual: int) -> None:
@@ -208,6 +214,7 @@ class Values:
         """
         if not tensor.numel():
             return
+        # noise is added chunk by chunk of a flat view
         if not tensor.is_contiguous():
             contiguous = tensor.detach().contiguous()
             self.add_peers(contiguous, num_virtual)
@@ -251,6 +258,7 @@ class Exchange:
     def received(self, tensor: torch.Tensor, invented: bool) -> None:
         """This rank receives ``tensor``, from a virtual rank if ``invented``."""
         source, self._sent = self._sent, None
+        # the send that belongs to it follows
         if source is None:
             self._waiting = (tensor, invented)
         if source is not None and invented and _alike(tensor, source):

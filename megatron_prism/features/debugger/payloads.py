@@ -219,12 +219,14 @@ class PayloadRecorder(_Keyed):
     ) -> dist.Work | None:
         call, key = self.key(group, op)
         work = self.through(group, op, answer, args, kwargs)
+        # without selectors all calls; those that deliver nothing are left out
         fits = not self._selectors or any(selector.fits(call) for selector in self._selectors)
         if not fits or op == "send" or len(group.ranks) < 2:
             return work
         filled = _filled(op, args)
         if not filled:
             return work
+        # a call that returns no handle has arrived
         if work is None:
             self._keep(key, filled)
             return None
@@ -248,6 +250,7 @@ class PayloadRecorder(_Keyed):
         while (record := self._queue.get()) is not None:
             head, data = record
             packed = zlib.compress(data, 1)
+            # the disk must not fill up; later payloads may be small enough
             if self.written + len(packed) > MOST_BYTES:
                 self.lost += 1
                 continue
@@ -265,7 +268,9 @@ class PayloadRecorder(_Keyed):
 
     def finished(self) -> None:
         self.close()
-        lost = f"; {self.lost:,} beyond {format_bytes(MOST_BYTES)} were not kept" * bool(self.lost)
+        lost = ""
+        if self.lost:
+            lost = f"; {self.lost:,} beyond {format_bytes(MOST_BYTES)} were not kept"
         sys.stderr.write(
             f"prism: payloads of {self.count:,} calls in {self.path}: {format_bytes(self.raw)}, "
             f"{format_bytes(self.written)} compressed; it took this rank {self._own_ns / 1e9:.2f} s"
@@ -299,10 +304,14 @@ class _Recorded:
                 raise ValueError("it is no regular file")
             size = os.path.getsize(path)
             self._file = open(path, "rb")  # noqa: SIM115 - as long as the run
-            while len(lengths := self._file.read(_HEAD.size)) == _HEAD.size:
+            while True:
+                lengths = self._file.read(_HEAD.size)
+                if len(lengths) < _HEAD.size:
+                    break
                 text, packed = _HEAD.unpack(lengths)
+                # cut off: the process was killed while it wrote
                 if self._file.tell() + text + packed > size:
-                    break  # cut off
+                    break
                 if text > _MOST_HEAD:
                     raise ValueError(f"a head has {text:,} bytes")
                 head = foreign.value_of_json(self._file.read(text), dict[str, object])
@@ -367,7 +376,9 @@ class PayloadReplayer(_Keyed):
         self._names = {key.partition(" #")[0] for key in self._file.at}
         recorded_header = self._file.header
         arguments = recorded_header.get("arguments")
-        self._arguments = None if arguments is None else str(arguments)
+        self._arguments: str | None = None
+        if arguments is not None:
+            self._arguments = str(arguments)
         check_header(self.path, recorded_header, {"format": FORMAT, "rank": rank, **header})
         virtual = recorded_header.get("virtual")
         if virtual:

@@ -87,7 +87,10 @@ def expected(
         name = NAMES[ops["name"][index]]
         blocks = nccl_blocks(name, max(0, int(sizes[index])), group_sizes[group])
         is_large = sizes[index] >= _LARGE and name != "send"
-        host = int(host_ns[index]) if launch >= 0 else 0
+        # a call that is not paced takes the host its own time
+        host = 0
+        if launch >= 0:
+            host = int(host_ns[index])
         calls.append(PacedCall(name, group, launch, blocks, is_large, host))
     return calls, launches
 
@@ -107,7 +110,9 @@ def nccl_blocks(op: str, num_bytes: int, size: int) -> int:
     and more, 16 from 256 MiB; 4 to 32 for an all-to-all of 4.
     """
     if op in ("send", "recv"):
-        return 16 if num_bytes >= 1 << 28 else max(1, min(8, num_bytes >> 13))
+        if num_bytes >= 1 << 28:
+            return 16
+        return max(1, min(8, num_bytes >> 13))
     if op == "all_to_all":
         return max(size, min(32, num_bytes >> 13))
     return max(1, min(24, num_bytes // (size << 12)))
@@ -143,6 +148,7 @@ def _capture_all(options: Options, folder: Path, job: Sequence[str]) -> None:
     missing = missing_ranks(folder, options.world)
     if missing:
         script = Job.of(job[0], job[1:], options.world, options.tier)
+        # the slices are of the healthy job: without slow ranks and other faults
         healthy = ("--prism-values", options.values)
         script = dataclasses.replace(script, ours=healthy)
         script_job.capture(script, folder, missing, Console(stderr=True, highlight=False))
