@@ -584,12 +584,12 @@ def _place(values: Any) -> AllocationSite:
     site = _site(python)
     is_optimizer = any("optimizer" in frame.file for frame in frames)
     phase = _phase(functions, is_optimizer)
-    # who makes it: Megatron's buffers of parameters and gradients, the optimizer, or what builds
-    # the model, in which cuBLAS may get its workspace
+    # who makes it: Megatron's buffers of parameters and gradients, Transformer Engine for cuBLAS,
+    # the optimizer, or what builds the model
     kind = ""
     if site.startswith(_BUFFER) and frames[0].function == "__init__":
         kind = "buffer"
-    elif "get_cublas_workspace" in functions:  # Transformer Engine's own
+    elif "get_cublas_workspace" in functions:
         kind = "work"
     elif not phase and is_optimizer:
         kind = "optim"
