@@ -29,9 +29,11 @@ _FEWEST_WITH_SHARES = 10  # draws of which a tenth can be told
 def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
     shown_class = shown or found.worst
+    # nobody asks whether a class fits where memory is to be freed
+    overruns = None if found.free else found.shown_overruns
     parts: list[Iterable[str]] = [
         _verdict(found),
-        class_table(found.memory, found.shown_overruns, found.at_risk),
+        class_table(found.memory, overruns, found.at_risk),
         _host(found.host),
         _peak(found, shown_class, top),
     ]
@@ -226,13 +228,21 @@ def changes_of(found: Fit) -> Iterator[str]:
 def _outcomes(changes: Iterable[TriedChange], found: Fit) -> Iterator[str]:
     for change in changes:
         yield from folded(f"  {change.words}", 4)
-        yield from folded(f"    {outcome(change, found.limit, found.iteration_ns)}", 6)
+        yield from folded(f"    {outcome(change, found)}", 6)
 
 
-def outcome(one: TriedChange, limit: int, iteration_ns: int | None) -> str:
-    """What a change leaves of the limit, and what it costs in time."""
-    left = format_bytes(abs(limit - one.num_bytes))
-    room = f"fits, {left} to spare" if one.fits else f"{left} too much"
+def outcome(one: TriedChange, found: Fit) -> str:
+    """What a change leaves of the limit, or how much it frees, and what it costs in time."""
+    iteration_ns = found.iteration_ns
+    left = format_bytes(abs(found.limit - one.num_bytes))
+    if found.free:
+        room = f"frees {format_bytes(found.limit + found.free - one.num_bytes)}"
+        if not one.fits:
+            room += f", {left} less than asked for"
+    elif one.fits:
+        room = f"fits, {left} to spare"
+    else:
+        room = f"{left} too much"
     text = f"{format_bytes(one.num_bytes)}: {room}"
     if one.host_bytes:
         text += f", {format_bytes(one.host_bytes)} of host memory a rank"
@@ -269,7 +279,7 @@ def render_fit(found: Fit) -> str:
             data["about"].append(f"{name} {text}.")
     for name, text in overruns_beside.items():
         data["about"].append(f"{name} {text}.")
-    data["changes"] = [(one.words, outcome(one, found.limit, found.iteration_ns))
+    data["changes"] = [(one.words, outcome(one, found))
                        for one in found.changes]  # fmt: skip
     rows = [[level, text] for level, text in found.memory.provenance.items()]
     title = job_settings.title(found.programs.source, found.programs.world)

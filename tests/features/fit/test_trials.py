@@ -253,12 +253,21 @@ def test_memory_to_free_takes_the_place_of_a_limit():
     told = answer.to_json()
     assert (told["fits"], told["frees_enough"], told["overruns"]) == (None, False, {})
     assert [row["fits"] for row in answer.to_rows()] == [None]
+    assert "  fits" not in text
+    assert "too much" not in text
     page = answer.to_html()
     assert "no change that was tried frees 50 MiB" in page
     assert "does not fit" not in page
     freed = with_trials(answer, Line(lambda options: 120), lambda p: weigh(p, answer.limit))
     assert freed.frees_enough
     assert "free 50 MiB" in freed.to_text().partition("\n")[0]
+    # 200 MiB are needed as it is
+    frees = freed.limit + freed.free - freed.changes[0].num_bytes
+    assert frees >= 50 * MIB
+    assert f": frees {frees // MIB} MiB; " in freed.to_text()
+    little = dataclasses.replace(freed.changes[0], num_bytes=170 * MIB, fits=False)
+    text = dataclasses.replace(answer, changes=(little,)).to_text()
+    assert "170 MiB: frees 30 MiB, 20 MiB less than asked for" in " ".join(text.split())
     assert freed.to_json()["frees_enough"]
 
 
