@@ -11,6 +11,7 @@ launch.py  session.py              how a job starts; what it changes in its proc
 import_hooks.py  patch.py  patches/  what is changed in Megatron, where and why
 checkpoint_names.py                what a checkpoint calls a model's tensors
 monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0
+missing_modules.py                 packages that a script imports and that are not installed
 capture.py  job_arguments.py       a slice of a job, and which job it is of
 nvlink_keepalive.py                links of a GPU whose rank runs alone, kept awake
 recording.py                       values that steer the program, recorded or given back

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import NoReturn
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.emulate.missing_modules import missing_packages
 
 leave = os._exit  # whatever the verdict
 MARK = "PRISM_TRAINED"
@@ -152,15 +154,29 @@ def _missing_module(name: str) -> PrismError:
     pydantic; 0.19 has an extra for them).
     """
     parent, _, child = name.partition(".")
-    package = _DISTRIBUTIONS.get(parent, parent)
-    fix = f"pip install {package}, or all that megatron.training imports: "
+    parents = [parent]
+    # the next ones would stop the script when this one is installed
+    if parent != "megatron":
+        parents += missing_packages(Path(sys.argv[0]))
+    packages = [_DISTRIBUTIONS.get(each, each) for each in dict.fromkeys(parents)]
+    fix = f"pip install {' '.join(packages)}, or all that megatron.training imports: "
     fix += "pip install 'megatron_prism[training]'"
     if child and parent == "megatron" and "megatron.core" in sys.modules:  # megatron.energon, say
         parent = name
         fix = f"pip install megatron-{child.partition('.')[0]}, or another checkout of Megatron-LM"
     elif parent == "megatron":
         fix = "start the script in its checkout of Megatron-LM, or PYTHONPATH=CHECKOUT"
-    return PrismError(f"the script imports {parent}, which is not installed here", fix=fix)
+    names = ", ".join(dict.fromkeys([parent, *parents[1:]]))
+    verb = "is" if "," not in names else "are"
+    return PrismError(f"the script imports {names}, which {verb} not installed here", fix=fix)
+
+
+def _asked_package(value: ImportError) -> PrismError | None:
+    """Return the error of a package that somebody asks to install, as Megatron's optimizers do."""
+    command = re.search(r"pip install [\w.\[\]=,<>-]*\w", str(value))
+    if command is None:
+        return None
+    return PrismError(str(value).partition(". ")[0], fix=command[0])
 
 
 def _watch(changes: ProcessChanges) -> None:
@@ -185,6 +201,10 @@ def _watch(changes: ProcessChanges) -> None:
         original_hook(kind, value, trace)
         if isinstance(value, ModuleNotFoundError) and value.name:
             report(_missing_module(value.name))
+        elif isinstance(value, ImportError):
+            error = _asked_package(value)
+            if error is not None:
+                report(error)
 
     def verdict() -> int:
         """The status to end with, 0 for the one that was on its way."""
