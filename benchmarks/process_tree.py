@@ -53,15 +53,27 @@ def _memory(pid: int) -> int:
     return pages * resource.getpagesize()
 
 
-def measure(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Measured:
-    """Run ``argv`` in ``cwd`` with ``env`` added to the environment."""
+def measure(
+    argv: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    errors: int = subprocess.STDOUT,
+) -> Measured:
+    """Run ``argv`` in ``cwd`` with ``env`` added to the environment.
+
+    Args:
+        argv: Of the process.
+        cwd: Its folder.
+        env: Variables that it gets in addition.
+        errors: Where its stderr goes, as for ``subprocess.Popen``; by default into the output.
+    """
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with subprocess.Popen(
         argv,
         cwd=cwd,
         env={**os.environ, **(env or {})},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
     ) as process:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)

@@ -5,8 +5,9 @@
 Makes two dump sets of 1,024 ranks (TP8 PP8 DP16) in torch 2.13's format, 430 MB each: 2,000
 calls a rank, the history of pipelined iterations with stacks and clocks.  They are synthetic.
 With ``--frames 12`` every call has a stack of its own, as torch writes it: 1.8 GB each.
-In one, rank 37 never comes to the last call of the world; in the other it makes its last two calls
-the other way round, which no group shows: the verdict that has to look at most.  Each is judged in
+In one, rank 37 never comes to the last call of the world; in the other ranks 37 and 44 make their
+last two calls the other way round, so that two tensor-parallel groups and the data-parallel groups
+between them wait for each other: the verdict that has to look at most.  Each is judged in
 a fresh process, by ``prism hang --dumps`` and by one process; the verdicts must be equal.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import itertools
 import json
 import pickle
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +27,8 @@ from benchmarks.process_tree import Measured, measure
 from benchmarks.report import ROOT, Row, finish
 from megatron_prism.core.world import World
 
-ENTRIES, CULPRIT, BEGIN_NS = 2000, 37, 1_763_000_000_000_000_000
+ENTRIES, BEGIN_NS = 2000, 1_763_000_000_000_000_000
+CULPRITS = {"host stuck": [37], "order": [37, 44]}
 MICROBATCHES, LAYERS, ITERATIONS = 12, 3, 13
 GROUPS = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "dp": "DATA_PARALLEL_GROUP_WITH_CP",
           "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "world": "default_pg"}  # fmt: skip
@@ -73,14 +76,17 @@ def dump(
     mine |= {short: world.group(rank, GROUPS[short]) for short in ("tp", "dp", "pp")}
     calls = iteration(mine["pp"].index(rank), world.pp - 1) * ITERATIONS
     outstanding = {len(calls) - 1}
-    if fault == "host stuck" and rank == CULPRIT:
+    is_culprit = rank in CULPRITS[fault]
+    if fault == "host stuck" and is_culprit:
         calls, outstanding = calls[:-1], set()
     if fault == "order":  # on other streams: the host goes on, the devices wait in a ring
         calls = calls[:-1]
         x, y = len(calls) - 2, len(calls) - 1
-        stuck = {CULPRIT, *world.group(CULPRIT, GROUPS["tp"])}
+        stuck: set[int] = set()
+        for culprit in CULPRITS[fault]:
+            stuck |= set(world.group(culprit, GROUPS["tp"]))
         outstanding = {x, y} if rank in stuck else {y} if stuck & set(mine["dp"]) else set()
-        if rank == CULPRIT:
+        if is_culprit:
             calls[x], calls[y] = calls[y], calls[x]
     ids = {short: number for number, short in enumerate(GROUPS)}
     counts = {(short, kind): 0 for short in GROUPS for kind in (False, True)}
@@ -141,7 +147,8 @@ print(json.dumps(analyze.diagnose_dumps(dumps.read_in_process(sys.argv[1])).to_j
 
 def judged(folder: Path, alone: bool) -> Measured:
     code = ["-c", ALONE] if alone else ["-m", "megatron_prism", "hang", "--json", "--dumps"]
-    return measure([sys.executable, *code, str(folder)], ROOT)
+    # progress is no part of the JSON
+    return measure([sys.executable, *code, str(folder)], ROOT, errors=subprocess.DEVNULL)
 
 
 def rows_of(folder: Path, fault: str, ranks: int, frames: int) -> list[Row]:
@@ -161,7 +168,8 @@ def rows_of(folder: Path, fault: str, ranks: int, frames: int) -> list[Row]:
             Row(f"    processor time of {how}", found.cpu_seconds, "s"),
             Row(f"    memory of {how}, all processes", found.peak_rss / 1e9, "GB", memory),
         ]
-    right = (said[0]["verdict"], [c["rank"] for c in said[0]["culprits"]]) == (fault, [CULPRIT])
+    named = [culprit["rank"] for culprit in said[0]["culprits"]]
+    right = said[0]["verdict"] == fault and named == CULPRITS[fault]
     return [*rows, Row("    right, and both alike", right and said[0] == said[1], "", 1, True)]
 
 
