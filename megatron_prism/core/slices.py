@@ -361,11 +361,21 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
 
 
 def _check_gathers(
-    world: World, captured: Sequence[Program], of: np.ndarray, groups: Groups
+    world: World, captured: Sequence[Program], stand_ins: np.ndarray, groups: Groups
 ) -> None:
-    """ProgramError where one rank stands for another that gives a gather more or less: whole
-    parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0), so their optimizers
-    take other memory and other times.
+    """Check that no rank stands for another that gives a gather more or less.
+
+    Whole parameters may belong to single ranks (layer_wise_optimizer.py:763 @0.19.0), whose
+    optimizers then take other memory and other times.
+
+    Args:
+        world: of the job.
+        captured: the programs.
+        stand_ins: int64 [ranks], the program in ``captured`` that stands for each rank.
+        groups: that do not follow from the sizes of the world.
+
+    Raises:
+        MissingSlicesError: with the ranks for which another stands that differs.
     """
     missing = set[int]()
     group = ""  # of a gather that shows it
@@ -373,16 +383,20 @@ def _check_gathers(
     has_slice = np.isin(np.arange(world.size), [program.rank for program in captured])
     for program, own_gathers in zip(captured, gathers, strict=True):
         members_of_group = dict[str, np.ndarray]()
-        for call, (_, sizes) in own_gathers.items():
+        for call, (_, sizes_of_members) in own_gathers.items():
             name = call[0]
             if name not in members_of_group:
                 members_of_group[name] = _members(world, groups, name, program.rank)
             members = members_of_group[name]
-            if len(sizes) != len(members):
+            if len(sizes_of_members) != len(members):
                 continue
             # what each member's slice gives, against what this slice has got from the member
-            elements = np.array([of_program.get(call, (-1, ()))[0] for of_program in gathers])
-            differs = elements[of[members]] != sizes
+            own_sizes: list[int] = []
+            for gathers_of_program in gathers:
+                own_size, _ = gathers_of_program.get(call, (-1, ()))
+                own_sizes.append(own_size)
+            sizes_by_stand_in = np.array(own_sizes)[stand_ins[members]]
+            differs = sizes_by_stand_in != sizes_of_members
             unlike = members[differs & ~has_slice[members]].tolist()
             missing.update(unlike)
             if unlike:

@@ -237,8 +237,14 @@ class _Reported(TrainingListener):
         self.capture.wanted = wanted if few < wanted else 0
         return few
 
-    def start_over(self, runs: str, why: str = "") -> None:
-        """Begin this process anew, in which every step ``runs``, or every microbatch."""
+    def start_over(self, what_runs: str, why: str = "") -> None:
+        """Replace this process by one in which more runs.
+
+        Args:
+            what_runs: ``_EVERY_STEP``: forwards and backwards that repeat run, too; ``_ALL``: all
+                microbatches.
+            why: said in a note, if given.
+        """
         # a new process would run all layers, as nobody tells it again how few are asked for
         if self.run.short_layers is not None:
             reason = why or "steps differ"
@@ -246,7 +252,7 @@ class _Reported(TrainingListener):
         if why:
             self.emit("note", text=f"all microbatches run: {why}")
         self.run.claims.close()
-        os.environ[_RUNS] = runs
+        os.environ[_RUNS] = what_runs
         os.set_inheritable(int(os.environ[workers.EVENTS]), True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

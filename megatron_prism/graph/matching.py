@@ -21,6 +21,7 @@ from megatron_prism.core.groups import Membership
 from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_CALL, NAMES, REDUCE
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import format_op
+from megatron_prism.core.units import counted
 from megatron_prism.graph.classes import Classes
 
 _FIELDS = ("operation", "dtype", "shape", "reduce op", "root", "coalescing")
@@ -153,7 +154,7 @@ def signature(program: Program, indices: np.ndarray) -> np.ndarray:
     return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)
 
 
-def diagnose(left: np.ndarray, right: np.ndarray, ranks: tuple[int, int]) -> FifoDifference:
+def first_difference(left: np.ndarray, right: np.ndarray, ranks: tuple[int, int]) -> FifoDifference:
     """Find the first entry in which two FIFOs differ, and what probably happened.
 
     Args:
@@ -172,7 +173,7 @@ def diagnose(left: np.ndarray, right: np.ndarray, ranks: tuple[int, int]) -> Fif
         if len(right) > len(left):
             longer, longer_rank, shorter_rank = right, right_rank, left_rank
         missing = len(longer) - common
-        text = f"rank {shorter_rank} stops {missing} calls before rank {longer_rank}"
+        text = f"rank {shorter_rank} stops {counted(missing, 'call')} before rank {longer_rank}"
         return FifoDifference("missing", common, f"{text}, at {_call(longer[common])}")
 
     # the same calls, sorted otherwise
@@ -550,7 +551,7 @@ class _Checker:
             group[class_of_member == odd_class],
         )
         ranks = int(model_ranks[0]), int(odd_ranks[0])
-        difference = diagnose(model_calls, odd_calls, ranks)
+        difference = first_difference(model_calls, odd_calls, ranks)
         yield self.finding(difference.kind, name, ranks, difference.entry, difference.likely)
 
     def with_wrong_groups(self, findings: list[Finding]) -> list[Finding]:

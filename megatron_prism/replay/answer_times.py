@@ -183,7 +183,10 @@ def _carry(  # type: ignore[no-untyped-def]
     weights,
     done,
 ):
-    """Carry terms from node to node; arguments as in ``_Given`` and ``_Written``."""
+    """Carry terms from node to node; arguments as in ``_Given`` and ``_Written``.
+
+    Returns early where ``cause`` has no room for another node; ``done`` says where to go on.
+    """
     interactions, size = done[1], done[2]
     for place in range(done[0], len(order)):
         if size + 2 * len(causes) > len(cause):  # no room for this node: it goes on from here

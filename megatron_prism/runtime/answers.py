@@ -110,10 +110,11 @@ class OneLocalMember:
         self.n, self.p = n, p
 
     def reduced(self, tensor: torch.Tensor, op: str, values: Values) -> None:
-        """In place: the reduction of ``tensor`` over n members that all hold it (any shape).
+        """In place: the reduction of ``tensor`` over n members, as if all held it (any shape).
 
-        A sum of parts (``Values.of_parts``) is completed.  Sums and products of bools are ``or``
-        and ``and``, as NCCL has them.
+        With the policy "noise" the others' values differ a little.  A sum of parts
+        (``Values.of_parts``) is completed.  Sums and products of bools are ``or`` and ``and``, as
+        NCCL has them.
         """
         if self.n == 1 or op in _IDENTITIES:
             return

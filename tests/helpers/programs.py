@@ -103,7 +103,7 @@ def swap(first, second):
 
 FAULTS = {
     "missing": (drop("all_reduce", TP, 1), "missing", TP, "rank 5 never calls all_reduce bf16 #2"),
-    "missing last": (drop("broadcast", TP), "missing", TP, "rank 5 stops 1 calls before rank"),
+    "missing last": (drop("broadcast", TP), "missing", TP, "rank 5 stops 1 call before rank"),
     "extra": (lambda ops: ops.insert(0, Op("barrier", TP)), "missing", TP, "rank 5 calls barrier"),
     "order": (swap(("all_reduce", TP, 1), ("broadcast", TP)), "order", TP, "another order"),
     "shape": (edit("all_reduce", TP, num_in=32, num_out=32), "shape", TP, "64 elements on rank 4, "

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_prism.core.units import counted
+
 if TYPE_CHECKING:
     from megatron_prism.core.world import World
 
@@ -104,9 +106,9 @@ def ladders(settings: Mapping[str, str], world: World) -> Iterator[Ladder]:
         ladder = make(settings, world)
         if ladder.steps:
             yield ladder
-    for stages in _numbers_of_stages(settings, world):
-        change = LineChange(_with_virtual_stages(settings, world, stages))
-        yield Ladder(f"{stages} virtual stages", (change,))
+    for virtual_stages in _numbers_of_virtual_stages(settings, world):
+        change = LineChange(_with_virtual_stages(settings, world, virtual_stages))
+        yield Ladder(counted(virtual_stages, "virtual stage"), (change,))
 
 
 def _has(settings: Mapping[str, str], name: str) -> bool:
@@ -198,8 +200,8 @@ def _recomputed_layers(settings: Mapping[str, str], world: World) -> Ladder:
     return Ladder("layers again", tuple(steps))
 
 
-def _numbers_of_stages(settings: Mapping[str, str], world: World) -> list[int]:
-    """Return other numbers of virtual stages of a rank that divide the layers."""
+def _numbers_of_virtual_stages(settings: Mapping[str, str], world: World) -> list[int]:
+    """Return one virtual stage a rank and twice those of the job, where these divide the layers."""
     num_layers = int(settings.get("num_layers", "0"))
     if world.pp < 2 or any(settings.get(name, "none") != "none" for name in _SPLIT_BY_HAND):
         return []

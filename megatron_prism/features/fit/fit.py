@@ -433,41 +433,49 @@ def _without_holes(
 
 def _tried(
     memory: MemoryReport,
-    of: Mapping[str, Program],
+    programs: Mapping[str, Program],
     needs: Mapping[str, int],
     limit: int,
     settings: allocator.Settings,
     priced: PricedGraph | None,
     num_ranks: int,
 ) -> tuple[TriedChange, ...]:
-    """Every change that frees memory of the class that needs most."""
-    again: dict[str, remedies.Recomputation | None] = {}
-    most: dict[str, int] = {}  # after each change, of the classes so far
+    """Try each change on the classes that may need most after it.
+
+    A change of which a part is enough is left out, and so is one after which as much is needed.
+    """
+    reruns: dict[str, remedies.Recomputation | None] = {}
+    need_of_words: dict[str, int] = {}  # after each change, of the classes so far
+    largest_need = max(needs.values())
     for name, need in sorted(needs.items(), key=lambda item: -item[1]):
-        if most and need <= min(most.values()):
+        if need_of_words and need <= min(need_of_words.values()):
             break
-        freed = {}
-        for one in remedies.remedies(of[name], memory.job, settings, num_ranks):
-            freed[one.words], again[one.words] = one.reserved, one.how
+        freed: dict[str, int] = {}
+        for remedy in remedies.remedies(programs[name], memory.job, settings, num_ranks):
+            freed[remedy.words] = remedy.reserved
+            reruns[remedy.words] = remedy.how
         if not settings.expandable:
             expandable = dataclasses.replace(settings, expandable=True)
-            between = blocks.reserved(of[name], expandable)
+            between = blocks.reserved(programs[name], expandable)
             held = blocks.expected_reserved(between, num_ranks)
             freed[EXPANDABLE] = memory.classes[name]["peak_reserved"] - held
-            again[EXPANDABLE] = None
-        for words in again:
-            most[words] = max(most.get(words, 0), need - freed.get(words, 0))
-    enough = [words for words, num_bytes in most.items() if num_bytes <= limit]
+            reruns[EXPANDABLE] = None
+        for words in reruns:
+            # a change that only a later class has leaves the classes before as they are
+            need_before = 0 if need == largest_need else largest_need
+            need_then = need - freed.get(words, 0)
+            need_of_words[words] = max(need_of_words.get(words, need_before), need_then)
+    enough = [words for words, num_bytes in need_of_words.items() if num_bytes <= limit]
     tried = []
-    for words, num_bytes in most.items():
+    for words, num_bytes in need_of_words.items():
         # a part of these words is enough
         needless = any(words.startswith(f"{fewer} ") for fewer in enough)
-        if needless or num_bytes >= max(needs.values()):
+        if needless or num_bytes >= largest_need:
             continue
-        how = again[words]
+        recomputation = reruns[words]
         slower: int | None = 0
-        if how is not None:
-            slower = None if priced is None else _slower(priced, how)
+        if recomputation is not None:
+            slower = None if priced is None else _slower(priced, recomputation)
         tried.append(TriedChange(words, num_bytes, num_bytes <= limit, slower))
     return tuple(sorted(tried, key=lambda change: change.order))
 

@@ -1,7 +1,7 @@
-"""What another feature adds to the answer of ``prism fit``.
+"""How another feature adds a section to the answer of ``prism fit``.
 
-A feature's module ``fit_sections`` has ``FIT_SECTIONS``, functions that make a section of a
-``JobMemory``.
+Its ``FEATURE.fit_sections`` names a module with ``FIT_SECTIONS``, functions that make a section of
+a ``JobMemory``; life/sections.py is one.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ _LOOK_NS = 10**8  # a watchdog looks every 100 ms (kWatchdogThreadSleepMillis)
 
 
 def _others_due(state: JobState, deadlines: Sequence[_Deadline], first: _Deadline) -> str:
-    """Say whose watchdog may fire before the one whose call is due first; "" where none may."""
+    """Say whose watchdog may fire before that of the call due first; "" if nobody's."""
     others: list[int] = []
     for deadline in deadlines:
         if deadline.rank != first.rank and deadline.due_ns - first.due_ns < _LOOK_NS:

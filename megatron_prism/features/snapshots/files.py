@@ -287,6 +287,7 @@ def _print_segments(side: str, sizes: Sequence[int]) -> None:
 
 
 def _figures(snapshot: Snapshot, peak: Peak) -> dict[str, object]:
+    """Return what ``prism fit SNAPSHOT --json`` says; bytes."""
     failed: dict[str, object] | None = None
     if snapshot.failed is not None:
         failed = {**asdict(snapshot.failed), "fits_expandable": snapshot.fits_expandable()}

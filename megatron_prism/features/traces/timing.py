@@ -210,7 +210,7 @@ class _HostSpans:
 
 
 def _host_calls(calls: Sequence[HostCall]) -> list[_HostSpans]:
-    """Put spans of the host together to calls, by start."""
+    """Put spans of the host, sorted by start, together to calls; those of no call are left out."""
     asked: list[_HostSpans] = []
     open_: dict[int, _HostSpans] = {}  # by thread
     for call in calls:

@@ -257,10 +257,10 @@ def _without_noise(timeline: Timeline, durations: np.ndarray, microbatch: np.nda
 
 
 def _kinds_of_ops(program: Program) -> np.ndarray:
-    """Number the ops of a microbatch; the same op of other microbatches has the same number.
+    """Number the ops; the same op of other microbatches has the same number.
 
-    Ops are the same if they are as far behind the begin of a step of one phase and chunk, and from
-    the same line.
+    Two ops are the same if both are the k-th op of a step of their phase and chunk, do the same and
+    are from the same line.
     """
     ops = program.ops
     count_of_step: dict[tuple[int, int, int], int] = {}

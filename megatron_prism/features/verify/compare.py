@@ -294,7 +294,11 @@ class LayoutComparison:
     # -- whether both runs have a value -----------------------------------------------------------
 
     def _coverage(self, kind: str, iteration: int) -> Iterator[_Lack]:
-        """Yield the tensors that one run has not, or has of another shape, by name and rank."""
+        """Yield the tensors that one run lacks, or has in another shape, or a part of.
+
+        Raises:
+            UndecidedError: The reference itself is not whole.
+        """
         wanted = self.reference.tensors(kind, iteration)
         actual = self.job.tensors(kind, iteration)
         self._check_whole(kind, iteration)

@@ -388,14 +388,15 @@ def _find_pipeline_messages(program: Program) -> np.ndarray:
 
 
 def _stages_to_peers(program: Program, world: World) -> np.ndarray:
-    """int64 [n]: how many stages on the peer of each message is, and 0 for all other ops.
+    """int64 [n]: how many stages ahead the peer of each message is, modulo pp; 0 for other ops.
 
-    Two stages exchange in two groups, one of them everybody's, in which peers are farther away
+    ``peer`` is an offset from the own place in the message's group.  Two stages exchange in two
+    groups, one of them everybody's, in which peers are farther away
     (core/pipeline_parallel/p2p_communication.py:65 @0.16.1).
     """
     ops, rank = program.ops, program.rank
-    names_group = ["PIPELINE_MODEL_PARALLEL" in text for text in program.strings]
-    by_string = np.array(names_group, dtype=bool)
+    is_pipeline_group = ["PIPELINE_MODEL_PARALLEL" in text for text in program.strings]
+    by_string = np.array(is_pipeline_group, dtype=bool)
     in_pipeline_group = by_string[ops["group"]]
 
     # in a group of stages a peer counts stages, in the group of all ranks it counts ranks

@@ -349,7 +349,8 @@ def fused_attn_fwd(*args: Values) -> list[Values]:
 @kernel()
 def fused_attn_bwd(*args: Values) -> list[Values]:
     """attention.cpp:323 @v2.18: gradients of q, k, v, the bias and the softmax offset"""
-    call = _call(args, args[2], args[3], 5)
+    scale, dropout = args[2], args[3]
+    call = _call(args, scale, dropout, 5)
     q, k, v, _, grad = call.tensors
     # a list of what forward kept (statistics, state, …), two padded lengths, three quantizers
     place = 0

@@ -480,7 +480,7 @@ def _embedded(
     Args:
         x: queries or keys, as ``form`` lays them out.
         freqs: [rows, 1, 1, columns], angles.
-        starts: where sequences start, which has no row here; None: at 0.
+        starts: where sequences start, which is refused here; None: at 0.
         form: NVTE_SBHD, NVTE_BSHD or NVTE_THD.
         interleaved: whether pairs of columns are neighbours.
         lengths: cumulated, of packed sequences over all context-parallel ranks.

@@ -6,8 +6,10 @@ import pytest
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.program import Builder
-from megatron_prism.features.fit import loader_masks, remedies
+from megatron_prism.features.fit import fit, loader_masks, remedies
 from megatron_prism.memory import blocks, peaks
+from megatron_prism.memory.allocator import Settings
+from megatron_prism.memory.job_peaks import MemoryReport
 
 MIB = 1 << 20
 
@@ -174,6 +176,24 @@ def test_latent_attention_makes_anew_all_between_its_projections_and_its_scores(
 def test_a_remedy_below_a_percent_is_none():
     assert set(frees(Pass().run(scores=10, loss=30))) == {"core_attn", "mlp"}
     assert frees(Pass().run(scores=10, loss=7000)) == {}
+
+
+def test_a_remedy_of_one_class_leaves_the_others_as_they_are(monkeypatch):
+    """Of the classes that need 90 and 85 MiB the second alone has a part that may run again."""
+    programs = {name: Pass().run(scores=10) for name in ("first", "second")}
+    of_second = remedies.Remedy("recompute", 30 * MIB, 30 * MIB, None, None)
+
+    def remedies_of(program, job, settings, num_ranks):
+        return (of_second,) if program is programs["second"] else ()
+
+    monkeypatch.setattr(remedies, "remedies", remedies_of)
+    needs = {"first": 90 * MIB, "second": 85 * MIB}
+    report = MemoryReport({}, {})
+    settings = Settings.parse("expandable_segments:True")
+    assert fit._tried(report, programs, needs, 60 * MIB, settings, None, 2) == ()
+    needs["first"] = 80 * MIB
+    (change,) = fit._tried(report, programs, needs, 60 * MIB, settings, None, 2)
+    assert (change.words, change.num_bytes) == ("recompute", 80 * MIB)
 
 
 # -- real jobs, with no GPU ------------------------------------------------------------------------

@@ -187,11 +187,11 @@ def test_layers_are_those_of_a_chunk():
     world = World(4, pp=2, vpp=2)
     assert len(steps_of(ADAM, world)["layers again"]) == 2
     stages = [name for name in steps_of(ADAM, world) if "virtual" in name]
-    assert stages == ["1 virtual stages", "4 virtual stages"]
+    assert stages == ["1 virtual stage", "4 virtual stages"]
     by_layers = ADAM | {"num_layers_per_virtual_pipeline_stage": "2"}
-    (options,) = steps_of(by_layers, world)["1 virtual stages"]
+    (options,) = steps_of(by_layers, world)["1 virtual stage"]
     assert options == {"num-layers-per-virtual-pipeline-stage": "4"}
-    (options,) = steps_of(ADAM, world)["1 virtual stages"]
+    (options,) = steps_of(ADAM, world)["1 virtual stage"]
     assert options == {"num-virtual-stages-per-pipeline-rank": "1"}
     by_hand = ADAM | {"pipeline_model_parallel_layout": "Et*8L"}
     assert not any("virtual" in name for name in steps_of(by_hand, world))

@@ -25,9 +25,9 @@ DP, EP = "DATA_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
 PP, TP_EP = "PIPELINE_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 # what is planted -> kind and group of the mismatch, the odd rank, words of the picture
 OF_SCRIPT = {
-    "loader": ("missing", EP, 1, "rank 1 stops 1 calls before rank 0"),
-    "dropped": ("missing", EP, 2, "rank 2 stops 1 calls before rank 3"),
-    "expert": ("missing", EP, 0, "rank 0 stops 1 calls before rank 1"),
+    "loader": ("missing", EP, 1, "rank 1 stops 1 call before rank 0"),
+    "dropped": ("missing", EP, 2, "rank 2 stops 1 call before rank 3"),
+    "expert": ("missing", EP, 0, "rank 0 stops 1 call before rank 1"),
     "length": ("shape", DP, 1, "512 elements on rank 0, 256 elements on rank 1"),
     "images": ("missing", DP, 3, "all_reduce fp32 n=5"),
     "evaluation": ("missing", DP, 0, "all_reduce fp32 n=1"),
