@@ -133,11 +133,17 @@ def _positions_after(keys: list[Key], last_calls: list[Key]) -> set[int]:
         Numbers of calls; 0 stands for a whole iteration.
     """
     size = len(keys)
-    newest_first = last_calls[: -size - 1 : -1]
+    recent_calls = last_calls[-size:]
+    if not recent_calls:
+        return set(range(size))
+    iterations = keys + keys
     positions: set[int] = set()
     for count in range(1, size + 1):
-        planned = [keys[(count - 1 - back) % size] for back in range(len(newest_first))]
-        if planned == newest_first:
+        end = size + count
+        # most counts end in another call: only the others are compared whole
+        if iterations[end - 1] != recent_calls[-1]:
+            continue
+        if iterations[end - len(recent_calls) : end] == recent_calls:
             positions.add(count % size)
     return positions
 
