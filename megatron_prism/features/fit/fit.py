@@ -465,12 +465,11 @@ def _tried(
             need_before = 0 if need == largest_need else largest_need
             need_then = need - freed.get(words, 0)
             need_of_words[words] = max(need_of_words.get(words, need_before), need_then)
-    enough = [words for words, num_bytes in need_of_words.items() if num_bytes <= limit]
     tried = []
     for words, num_bytes in need_of_words.items():
-        # a part of these words is enough
-        needless = any(words.startswith(f"{fewer} ") for fewer in enough)
-        if needless or num_bytes >= largest_need:
+        if num_bytes >= largest_need:
+            continue
+        if _is_needless(words, need_of_words, limit):
             continue
         recomputation = reruns[words]
         slower: int | None = 0
@@ -478,6 +477,20 @@ def _tried(
             slower = None if priced is None else _slower(priced, recomputation)
         tried.append(TriedChange(words, num_bytes, num_bytes <= limit, slower))
     return tuple(sorted(tried, key=lambda change: change.order))
+
+
+def _is_needless(words: str, need_of_words: Mapping[str, int], limit: int) -> bool:
+    """Return whether a part of a change is enough, or frees as much as the whole.
+
+    The words of a change begin or end with those of its parts: a mask that is left out, and what
+    runs again without it.
+    """
+    enough = max(limit, need_of_words[words])
+    for part, need in need_of_words.items():
+        is_part = words.startswith(f"{part} ") or words.endswith(f" {part}")
+        if is_part and need <= enough:
+            return True
+    return False
 
 
 def _slower(priced: PricedGraph, how: remedies.Recomputation) -> int:

@@ -217,10 +217,11 @@ def _changes(program: Program, job: Mapping[str, str]) -> Iterator[_Change]:
     if biases and "disable_bias_linear" not in values:
         refused.append("mlp")
     is_recipe = "settings" in job
+    rows, lives = _rows(program), _Lives.of(program)
     for how in _RECOMPUTATIONS:
         if how.module in refused:
             continue
-        changed = _recomputed(program, how)
+        changed = _recomputed(program, how, rows, lives)
         if changed is not None:
             with_module = [*modules, how.module] if how.module else []
             yield _Change(_words(with_module, is_recipe), changed, how)
@@ -527,11 +528,12 @@ def reruns(program: Program, how: Recomputation) -> Iterator[RepeatedForward]:
 
 
 # -- the program with a part that runs again ------------------------------------------------------
-def _recomputed(program: Program, how: Recomputation) -> Program | None:
+def _recomputed(
+    program: Program, how: Recomputation, rows: Sequence[_MemoryRow], lives: _Lives
+) -> Program | None:
     """Return the program with what ``how`` frees and makes anew; None where it keeps nothing."""
-    lives = _Lives.of(program)
-    rewriter = _Rewriter(_rows(program), lives)
-    for rerun in _reruns(program, how, rewriter.rows, lives):
+    rewriter = _Rewriter(rows, lives)
+    for rerun in _reruns(program, how, rows, lives):
         rewriter.add(rerun, how.discards)
     if not rewriter.renamed:
         return None
@@ -553,7 +555,7 @@ class _Rewriter:
         renamed: Event -> the storage that goes instead.
     """
 
-    def __init__(self, rows: list[_MemoryRow], lives: _Lives) -> None:
+    def __init__(self, rows: Sequence[_MemoryRow], lives: _Lives) -> None:
         self.rows = rows
         self.renamed: dict[int, int] = {}
         self._lives = lives
@@ -627,9 +629,13 @@ class _Rewriter:
         changed: list[_MemoryRow] = []
         for event, row in enumerate(self.rows):
             changed += self._added.get(event, ())
-            if event not in self._dropped:
-                storage = self.renamed.get(event, row.storage)
-                changed.append(row._replace(storage=storage))
+            if event in self._dropped:
+                continue
+            changed_row = row
+            storage = self.renamed.get(event)
+            if storage is not None:
+                changed_row = row._replace(storage=storage)
+            changed.append(changed_row)
         changed += self._added.get(len(self.rows), ())
         return changed
 

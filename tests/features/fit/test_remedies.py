@@ -168,7 +168,8 @@ def test_latent_attention_makes_anew_all_between_its_projections_and_its_scores(
     one.op("backward")
     program = one.build.build(0)
     how = next(part for part in remedies._RECOMPUTATIONS if part.module == "mla_up_proj")
-    changed = remedies._recomputed(program, how)
+    rows, lives = remedies._rows(program), remedies._Lives.of(program)
+    changed = remedies._recomputed(program, how, rows, lives)
     before, after = peaks.known_peak(program), peaks.known_peak(changed)
     assert before.num_bytes - after.num_bytes == (10 + 20 + 40) * MIB
 
@@ -194,6 +195,16 @@ def test_a_remedy_of_one_class_leaves_the_others_as_they_are(monkeypatch):
     needs["first"] = 80 * MIB
     (change,) = fit._tried(report, programs, needs, 60 * MIB, settings, None, 2)
     assert (change.words, change.num_bytes) == ("recompute", 80 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("whole", "is_needless"), [(70, False), (79, False), (80, True), (81, True), (59, False)]
+)
+def test_a_change_of_which_a_part_frees_as_much_is_needless(whole, is_needless):
+    need_of_words = {"mask": 95, "full": 80, "mask full": whole, "mask fuller": 90}
+    assert fit._is_needless("mask full", need_of_words, 60) == is_needless
+    assert fit._is_needless("mask full", need_of_words, 80)
+    assert not fit._is_needless("full", need_of_words, 80)
 
 
 # -- real jobs, with no GPU ------------------------------------------------------------------------
