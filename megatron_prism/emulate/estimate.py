@@ -123,12 +123,18 @@ class Estimator:
                 self._layers.append(layers)
         if self._waiting:
             return
-        if self._reason:
-            self._say(f"none: {self._reason}")
-        else:
+        if not self._reason:
             self._estimate()
         assert self._place is not None, "there were tasks"
         self._place.cleanup()
+
+    def say_reason(self) -> None:
+        """Say why there is no estimate, if that is so, behind a capture.
+
+        Few layers fail for what the whole job is refused for, too: its own error is enough then.
+        """
+        if self._reason:
+            self._say(f"none: {self._reason}")
 
     def _folder(self, periods: int) -> Path:
         """Return the folder of the slices with so many periods of layers in a chunk."""

@@ -61,6 +61,7 @@ _OTHER_ORDER = "the words of the command are in another order"
 _WORLD = "the world, the tier or a --prism flag"
 _END = "--"  # of our part of a command, behind which the job's words stand
 _MOST_NEIGHBOURS = 64  # folders beside one that are looked into
+_MOST_CHANGED = 4  # options that change an iteration: with more it is another job
 _MOST_NAMED = 3  # differences of a kind that a message names
 
 
@@ -144,8 +145,8 @@ def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
     """Find the folder beside ``folder`` whose job is nearest to ``command``.
 
     Returns:
-        A folder captured by the same Python in the same environment, whose files have not changed;
-        None where there is none.
+        A folder captured by the same Python in the same environment, whose files have not changed
+        and whose job differs in few options; None where there is none.
     """
     parent = folder.absolute().parent
     if not parent.is_dir():
@@ -163,6 +164,8 @@ def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
             continue
         changed = changed_options(record.command, command)
         candidate = Neighbour(path.parent, changed)
+        if len(candidate.changing) > _MOST_CHANGED:
+            continue
         if nearest is None or len(candidate.changing) < len(nearest.changing):
             nearest = candidate
     return nearest

@@ -396,8 +396,10 @@ def capture(
             results = record([rank for rank in ranks if rank not in captured_before])
             with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
                 save(assemble(folder), folder / WORLD, force=True)
-        if estimator is not None and estimator.result is not None:
-            estimate.keep(folder, estimator.result)
+        if estimator is not None:
+            estimator.say_reason()
+            if estimator.result is not None:
+                estimate.keep(folder, estimator.result)
         if whole and not job.source:
             _keep_question(job, folder, results, console, not captured_before, began_ns)
     _print_results(results, console)

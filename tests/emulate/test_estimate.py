@@ -55,7 +55,7 @@ def test_a_file_that_is_no_estimate_is_none(tmp_path, text):
     assert estimate.kept(tmp_path) is None
 
 
-def test_why_there_is_no_estimate_is_said_once():
+def test_why_there_is_no_estimate_is_said_once_behind_the_capture():
     said = io.StringIO()
     estimator = Estimator(Console(file=said, width=200))
     whole = [RankTask(rank, f"rank {rank}", ("--prism-capture", "d")) for rank in (0, 8)]
@@ -64,6 +64,10 @@ def test_why_there_is_no_estimate_is_said_once():
     assert all(task.words[1] != "d" for task in tasks)
     for task in tasks:
         estimator.finished(task, {"no_estimate": "layers are unlike"})
+    # where the whole job is refused, its own error is enough
+    assert said.getvalue() == ""
+    assert estimator.has_begun
+    estimator.say_reason()
     assert said.getvalue().count("none: layers are unlike") == 1
     assert estimator.result is None
 

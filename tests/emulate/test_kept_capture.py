@@ -228,6 +228,16 @@ def test_an_option_that_changes_iterations_is_named_where_all_ranks_run(capture,
     assert "there already" not in printed
 
 
+def test_a_job_of_many_other_options_is_no_neighbour(capture, tmp_path):
+    capture.ask()
+    capture.folder = tmp_path / "other"
+    for name in ("seq-length", "num-layers", "hidden-size", "vocab-size", "ffn-hidden-size"):
+        capture.words += [f"--{name}", "16"]
+    started, printed = capture.ask()
+    assert started == 1
+    assert "captured anew" not in printed
+
+
 def test_copied_slices_go_where_the_arguments_turn_out_to_differ(capture, tmp_path):
     capture.ask()
     capture.folder, capture.refuses = tmp_path / "longer", True
