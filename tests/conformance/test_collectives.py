@@ -34,6 +34,7 @@ from torch import multiprocessing
 from megatron_prism.core.collectives import BY_METHOD, TABLE
 from megatron_prism.runtime.process_group import PrismGroup
 
+pytestmark = pytest.mark.ci  # real processes, a minute
 NAMES = [case.name for case in CASES]
 # What gloo itself refuses in every variation: the formula alone judges.
 GLOO_REFUSES = {"all_to_all_of_lists", "all_to_all_of_columns", "scatter_of_columns"}

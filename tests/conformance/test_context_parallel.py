@@ -24,6 +24,7 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices, virtual_world
 from megatron_prism.runtime.values import Values
 
+pytestmark = pytest.mark.ci  # real processes, a minute
 NUM_PROCESSES = 4
 ROWS, BATCH, HEADS, GROUPS, WIDTH = 16, 2, 8, 4, 12  # of the whole sequence; no width of cuDNN
 KINDS = [*itertools.product(["p2p", "all_gather", "a2a"], [2, 4]), ("p2p", 3), ("a2a+p2p", 4)]

@@ -29,6 +29,8 @@ from megatron_prism.runtime.values import (
 
 R, WIDTH, DTYPES = 5, 3, (torch.float32, torch.bfloat16)
 
+pytestmark = pytest.mark.ci  # real processes, a minute
+
 
 def table(member, dtype):
     return (torch.arange(R * WIDTH).view(R, WIDTH) + 1000 * (member + 1)).to(dtype)

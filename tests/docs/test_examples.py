@@ -20,6 +20,7 @@ display.IFrame = lambda page, **size: print("shown:", page)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="once is enough")
 def test_the_notebook_goes_from_capture_to_picture(tmp_path):

@@ -20,6 +20,7 @@ from megatron_prism.replay.priced_graph import price
 FIGURES = JobEstimate((1, 2, 8), "pp=0", 11 << 30, 9 << 30, 110_000_000, "on H100, some host")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("settings", [(), ("pp=2",)])
 def test_an_estimate_is_near_the_whole_job(settings):
     stages = 2 if settings else 1

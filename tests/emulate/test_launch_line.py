@@ -163,6 +163,7 @@ def test_a_world_that_contradicts_the_line_counts_and_is_named(tmp_path, monkeyp
     assert "--prism-world-size 4 counts, not the 8 ranks" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_a_world_that_nobody_says_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

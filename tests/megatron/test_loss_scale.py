@@ -32,6 +32,7 @@ print("scales", *scales)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.megatron
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "scales"), [("bf16", (1, 1)), ("fp16", (4096, 2048))])

@@ -66,6 +66,7 @@ def masked(text):
     return re.sub(r"0x[0-9a-f]+|:\d{4,5}\b", "NUMBER", text)
 
 
+@pytest.mark.ci
 def test_a_training_run_is_the_same_with_and_without_the_attach():
     (on, log_on, modules_on), (off, log_off, modules_off) = run("1"), run("0")
     assert on.returncode == off.returncode == 0, on.stderr + off.stderr

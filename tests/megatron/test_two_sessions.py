@@ -7,7 +7,7 @@ import pytest
 from helpers import processes
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.ci, pytest.mark.megatron]
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -321,6 +321,7 @@ REAL = {
 }  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_real_jobs_leave_nothing_behind(server, tmp_path):

@@ -237,6 +237,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, monkeypatch):
@@ -319,6 +320,7 @@ def test_a_job_of_one_iteration_holds_what_a_longer_one_does(more, tmp_path):
     assert notes == [True, False]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):

@@ -218,6 +218,7 @@ SCRIPT_MOE = """
 RECIPE_MOE = "num_experts=4 moe_router_topk=2 ep=2 train_iters={iters}"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "job",
     [

@@ -227,15 +227,15 @@ def test_what_is_lost_counts_for_as_long_as_both_run():
     overlap = pytest.importorskip("megatron_prism.features.calibrate.calibrate")
     us = 1000.0
     one = overlap.OverlapRound(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
-    compute, call, counted = overlap._medians(overlap._call_first([one] * 3))
+    compute, call, counted = overlap._medians(overlap._slowdowns([one] * 3))
     assert (compute, call, counted) == (
         pytest.approx(1 / (1 - 20 / 50)), pytest.approx(1 / (1 - 10 / 50)), 3
     )  # fmt: skip
     # replay: in 50 us side by side computing gets 50 / compute far, the rest it does later
     assert 50 * (1 - 1 / compute) == pytest.approx(20)
-    assert overlap._call_first([one._replace(covered=False)]) == []
-    assert overlap._call_first([one._replace(both=20 * us)]) == []  # the head start is a third
+    assert overlap._slowdowns([one._replace(covered=False)]) == []
+    assert overlap._slowdowns([one._replace(both=20 * us)]) == []  # the head start is a third
     quicker = one._replace(compute_beside=90 * us, call_beside=50 * us)  # noise
-    assert overlap._call_first([quicker]) == [(1.0, 1.0)]
+    assert overlap._slowdowns([quicker]) == [(1.0, 1.0)]
     stuck = one._replace(compute_beside=900 * us)
-    assert overlap._call_first([stuck])[0][0] == pytest.approx(10)
+    assert overlap._slowdowns([stuck])[0][0] == pytest.approx(10)

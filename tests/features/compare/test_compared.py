@@ -46,6 +46,7 @@ def test_a_side_is_what_replay_and_fit_say_of_it(change, capsys):
     assert allocated in [one["peak_bytes"] for one in sides[1]["classes"]]
 
 
+@pytest.mark.ci
 @about("dp")
 def test_other_replicas_compare_as_their_fresh_capture():
     before, after = fresh(dp=2), fresh(dp=4)

@@ -48,6 +48,7 @@ def test_the_limit_is_that_of_the_machine_that_the_job_moves_to(capsys):
     assert "B200" in sources[1]
 
 
+@pytest.mark.ci
 @about("dp")
 def test_fit_of_other_replicas_is_that_of_their_fresh_capture():
     what_if = what_ifs.priced(fresh(dp=2), ["dp=4"], "fit", machine="h100")
@@ -62,6 +63,7 @@ def test_fit_of_other_replicas_is_that_of_their_fresh_capture():
     assert "data-parallel size 4 instead of 2" in of_what_if.what_if
 
 
+@pytest.mark.ci
 @about("microbatches")
 def test_fit_of_other_microbatches_is_that_of_their_fresh_capture():
     what_if = what_ifs.priced(fresh(microbatches=4), ["microbatches=8"], "fit", machine="h100")

@@ -75,6 +75,7 @@ def test_a1_with_two_stages_says_that_nobody_can_tell():
 
 
 # -- A7: memory -----------------------------------------------------------------------------------
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_a7_the_class_that_runs_out_of_memory_is_named(tmp_path):

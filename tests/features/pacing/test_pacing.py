@@ -361,6 +361,7 @@ def test_a_calibration_of_another_gpu_is_refused(tmp_path):
         checked("--prism-pace", str(tmp_path))
 
 
+@pytest.mark.ci
 def test_a_capture_that_fails_names_its_log(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(7)\n")

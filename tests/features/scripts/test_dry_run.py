@@ -462,6 +462,7 @@ torchrun --nnodes $NODES --nproc-per-node 8 --master-addr $HEAD pretrain_gpt.py 
 """
 
 
+@pytest.mark.ci
 def test_all_that_a_strict_script_lacks_is_known_at_once(script, monkeypatch, capsys):
     names = ("API_KEY", "DATA_ROOT", "HEAD", "NODES", "LAYERS", "OUT")
     for name in names:

@@ -79,6 +79,7 @@ def test_compare_says_of_two_points_what_the_sweep_says(first, folder, capsys):
     assert found.slower == pytest.approx(of_first)
 
 
+@pytest.mark.ci
 def test_slices_of_few_microbatches_bring_those_that_any_number_follows_from(recipe, tmp_path):
     few, many = (
         prism.sweep(recipe, ["pp=2", f"global_batch_size={size}"], tmp_path, limit=8 << 30)
@@ -170,6 +171,7 @@ def test_a_killed_worker_s_family_goes_to_another(tmp_path, monkeypatch, address
     assert mark.exists()
 
 
+@pytest.mark.ci
 def test_optuna_picks_points_and_hears_of_them(recipe, folder, first, tmp_path, monkeypatch):
     """A stand-in for Optuna that takes the last value of every axis, then the first, and so on; its
     first worker is killed."""

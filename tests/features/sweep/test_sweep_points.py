@@ -9,7 +9,7 @@ from megatron_prism.core import recipe as recipes
 from megatron_prism.features.sweep import space
 from megatron_prism.memory.recipe_bound import memory_bound
 
-pytestmark = [MEGATRON, pytest.mark.slow]
+pytestmark = [MEGATRON, pytest.mark.ci, pytest.mark.slow]
 
 SEGMENT = 20 << 20  # bytes of one of PyTorch's allocator: CUDACachingAllocator kLargeBuffer
 AXES = {"tp": [1, 2], "pp": [1, 2], "vpp": [1, 2], "dp": [2, 4], "global_batch_size": [32]}
