@@ -35,13 +35,32 @@ def explain_error(args: argparse.Namespace, job: Programs | PricedGraph) -> Answ
         )
     limit, tried = oom.limit_of(said), None
     if limit is not None:
-        tried = fit(job, limit=limit, machine=args.machine, calibration=args.calibration,
-                    alloc_conf=args.alloc or "", device=None)  # fmt: skip
-    rows = [{"rank": one.program.rank, "num_bytes": one.num_bytes, "step": one.op.label,
-             "op": one.op.name, "site": one.site, "allocated": one.allocated,
-             "first_iteration": one.first} for one in found]  # fmt: skip
-    value = {"schema": "prism.memory_oom/1", "candidates": rows, "limit": limit,
-             "changes": [asdict(one) for one in tried.changes] if tried else None}  # fmt: skip
+        tried = fit(
+            job,
+            limit=limit,
+            machine=args.machine,
+            calibration=args.calibration,
+            alloc_conf=args.alloc or "",
+            device=None,
+        )
+    rows = [
+        {
+            "rank": one.program.rank,
+            "num_bytes": one.num_bytes,
+            "step": one.op.label,
+            "op": one.op.name,
+            "site": one.site,
+            "allocated": one.allocated,
+            "first_iteration": one.first,
+        }
+        for one in found
+    ]
+    value = {
+        "schema": "prism.memory_oom/1",
+        "candidates": rows,
+        "limit": limit,
+        "changes": [asdict(one) for one in tried.changes] if tried else None,
+    }
 
     def page() -> None:
         _print_request(said, found)

@@ -220,9 +220,12 @@ def changes_of(found: Fit) -> Iterator[str]:
         text += "virtual stages, single layers again"
         yield from folded(f"  {text}", 2)
     if not enough:
-        yield from folded("  none of these is enough: weights, gradients and optimizer shrink with "
-                          "more pipeline, tensor or expert ranks, activations with context "
-                          "parallelism: prism sweep tries them", 2)  # fmt: skip
+        yield from folded(
+            "  none of these is enough: weights, gradients and optimizer shrink with "
+            "more pipeline, tensor or expert ranks, activations with context "
+            "parallelism: prism sweep tries them",
+            2,
+        )
 
 
 def _outcomes(changes: Iterable[TriedChange], found: Fit) -> Iterator[str]:
@@ -279,8 +282,7 @@ def render_fit(found: Fit) -> str:
             data["about"].append(f"{name} {text}.")
     for name, text in overruns_beside.items():
         data["about"].append(f"{name} {text}.")
-    data["changes"] = [(one.words, outcome(one, found))
-                       for one in found.changes]  # fmt: skip
+    data["changes"] = [(one.words, outcome(one, found)) for one in found.changes]
     rows = [[level, text] for level, text in found.memory.provenance.items()]
     title = job_settings.title(found.programs.source, found.programs.world)
     return render_memory_page(title, "from slices, without a GPU", data, rows)

@@ -176,8 +176,10 @@ def _cost(programs: Programs, planted: PlantedFaults) -> str:
     faulty = price(planted.programs, what_if=WhatIf(edits=planted.edits))
     before, after = healthy.timeline.iteration_ns, faulty.timeline.iteration_ns
     more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
-    return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
-            f"the replay on {healthy.machine.name}; nobody's watchdog fires")  # fmt: skip
+    return (
+        f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
+        f"the replay on {healthy.machine.name}; nobody's watchdog fires"
+    )
 
 
 _RECORDED = (64, 0)  # calls of each rank that are judged around the first that waits; 0: all
@@ -203,12 +205,17 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
     first = next((f for f in findings if votes.keys() & set(f.ranks)), findings[0])
     line = next((x for x in first.picture.splitlines() if "<-- here" in x), first.picture)
     words = [*line.partition(f"#{first.number} ")[2].split(), "", ""]
-    victims = [Waiting(r, tuple(ranks), words[1], first.group, first.number)
-               for r in _members(graph, first) if r not in ranks]  # fmt: skip
+    victims = [
+        Waiting(r, tuple(ranks), words[1], first.group, first.number)
+        for r in _members(graph, first)
+        if r not in ranks
+    ]
     evidence = [f"{f.kind} in {f.group}, call #{f.number}: {f.likely}" for f in findings]
     if not ranks:
-        evidence.append("no majority, among the members or the ranks of their stages, says which "
-                        f"of ranks {format_ranks(first.ranks)} is wrong")  # fmt: skip
+        evidence.append(
+            "no majority, among the members or the ranks of their stages, says which "
+            f"of ranks {format_ranks(first.ranks)} is wrong"
+        )
     return Diagnosis(
         "mismatch",
         tuple(Culprit(r, _kind(graph, first, r), first.likely) for r in ranks),

@@ -378,8 +378,10 @@ def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
         else:
             _is_of(found)
             if found.rank in dumps:
-                raise DumpError(f"two files are of rank {found.rank}",
-                                fix="keep the dumps of one hang per folder")  # fmt: skip
+                raise DumpError(
+                    f"two files are of rank {found.rank}",
+                    fix="keep the dumps of one hang per folder",
+                )
             dumps[found.rank] = found
     if not dumps:
         raise DumpError(next(iter(broken.values())), fix=FIX)
@@ -679,8 +681,9 @@ def _of_head(head: _RawHead, calls: RecordedCalls, rank: int) -> Dump:
     names = _names_of_ids(status, groups, calls)
     named = {names[number]: counters for number, counters in status.items() if number in names}
     messages = _whole_messages(entries)
-    ended = [name for name, counters in named.items()
-             if 0 <= counters.enqueued == counters.completed]  # fmt: skip
+    ended = [
+        name for name, counters in named.items() if 0 <= counters.enqueued == counters.completed
+    ]
     entries = of_batches(entries, ended)
 
     # counters of groups of which nothing says the name

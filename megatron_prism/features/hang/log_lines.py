@@ -22,20 +22,35 @@ _OWN_NUMBER = re.compile(r"(?:\[E[^\]]*\]|^|:)\s*\[Rank (\d{1,9})\]")
 _FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*(\w+)(…?)")
 _CUT_FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*\w+$")
 _UNKNOWN = (1 << 64) - 1  # of elements: torch's -1, unsigned
-_PRINTED = re.compile(r"SequenceNumber=(\d+)|OpType=(\w+)|TensorShape=(\[[^\]]*\])|"
-                      r"TensorDtypes=([A-Za-z]+)")  # fmt: skip
+_PRINTED = re.compile(
+    r"SequenceNumber=(\d+)|OpType=(\w+)|TensorShape=(\[[^\]]*\])|"
+    r"TensorDtypes=([A-Za-z]+)"
+)
 TIME = re.compile(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.\d+)? \w+\.cpp")
 _CUT = "…"  # stands where something on the screen hid a part of a line
 
 OPERATIONS = {
-    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "BARRIER": "all_reduce",
-    "_ALLREDUCE_SPARSE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather",
-    "ALLGATHER_COALESCED": "all_gather", "REDUCE_SCATTER": "reduce_scatter",
-    "_REDUCE_SCATTER_BASE": "reduce_scatter", "REDUCESCATTER": "reduce_scatter",
-    "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all", "BROADCAST": "broadcast",
-    "REDUCE": "reduce", "GATHER": "gather", "SCATTER": "scatter", "SEND": "send", "RECV": "recv",
-    "RECVANYSOURCE": "recv", "COALESCED": "coalesced",
-}  # torch's words for kinds of calls (Types.hpp, opTypeToString) -> ours  # fmt: skip
+    "ALLREDUCE": "all_reduce",
+    "ALLREDUCE_COALESCED": "all_reduce",
+    "BARRIER": "all_reduce",
+    "_ALLREDUCE_SPARSE": "all_reduce",
+    "ALLGATHER": "all_gather",
+    "_ALLGATHER_BASE": "all_gather",
+    "ALLGATHER_COALESCED": "all_gather",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "_REDUCE_SCATTER_BASE": "reduce_scatter",
+    "REDUCESCATTER": "reduce_scatter",
+    "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all",
+    "BROADCAST": "broadcast",
+    "REDUCE": "reduce",
+    "GATHER": "gather",
+    "SCATTER": "scatter",
+    "SEND": "send",
+    "RECV": "recv",
+    "RECVANYSOURCE": "recv",
+    "COALESCED": "coalesced",
+}  # torch's words for kinds of calls (Types.hpp, opTypeToString) -> ours
 
 
 def operation(word: str, cut: bool = False) -> str:
@@ -133,8 +148,12 @@ class Fingerprint:
     dtype: str = ""
 
     def __str__(self) -> str:
-        parts = (self.op or "a call", f"#{self.seq}" if self.seq > 0 else "", self.shape,
-                 self.dtype)  # fmt: skip
+        parts = (
+            self.op or "a call",
+            f"#{self.seq}" if self.seq > 0 else "",
+            self.shape,
+            self.dtype,
+        )
         return " ".join(filter(None, parts))
 
 
@@ -173,17 +192,23 @@ class Mark:
 
 
 ANYWHERE = (
-    Mark(re.compile(r"(?:\[|^)rank[=:]?\s?(\d{1,9})\]:?\s?"),
-         "torch 2.2 on (c10 logging, excepthook), behind any launcher's prefix; Ray's [rank=107]"),
-)  # fmt: skip
+    Mark(
+        re.compile(r"(?:\[|^)rank[=:]?\s?(\d{1,9})\]:?\s?"),
+        "torch 2.2 on (c10 logging, excepthook), behind any launcher's prefix; Ray's [rank=107]",
+    ),
+)
 IN_FRONT = (
     Mark(re.compile(r"\[1,(\d{1,9})\](?:<std(?:out|err|diag)>)?:\s?"), "mpirun --tag-output"),
     Mark(re.compile(r"\(\w+ rank=(\d{1,9}) pid=\d+[^)]*\)\s?"), "Ray Train"),
-    Mark(re.compile(r"[\[(](?i:global[ _]?)?(?:RANK|rank|Rank)[ _]?[=:]?\s?(\d{1,9})[\])]:?"
-                    r"(?!:?\s?(?:Watchdog|Some NCCL|To avoid|Caught|Found|NCCL|Ranks? ))"),
-         "loggers: [RANK 4], [rank: 4] of Lightning; not torch's [Rank 4], which is of a group"),
+    Mark(
+        re.compile(
+            r"[\[(](?i:global[ _]?)?(?:RANK|rank|Rank)[ _]?[=:]?\s?(\d{1,9})[\])]:?"
+            r"(?!:?\s?(?:Watchdog|Some NCCL|To avoid|Caught|Found|NCCL|Ranks? ))"
+        ),
+        "loggers: [RANK 4], [rank: 4] of Lightning; not torch's [Rank 4], which is of a group",
+    ),
     Mark(re.compile(r"(?:RANK|rank|Rank)[ _=]?(\d{1,9})\s?[:|]\s"), "loggers: rank 4: …"),
-)  # fmt: skip
+)
 _IN_FRONT_WORD = re.compile(r"[Rr]ank|RANK|\[1,")  # what such a line has somewhere
 _TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label: a rank, where a task is one
 _OF_TORCHRUN = re.compile(r"\[(?:default|trainer)\d+\]:|torch[./]distributed[./](?:elastic|run)")
@@ -320,10 +345,12 @@ _COLOUR = re.compile(
 )  # the escape may be lost
 _GLUED = re.compile(r"(?=\[rank\d{1,9}\]:)")
 _OF_TORCH = re.compile(r"ProcessGroup\w+\.cpp|Watchdog|WorkNCCL|CollectiveFingerPrint")
-_RECORD = re.compile(r"\s*(?:\[[EWIF]\d|Traceback|File \"|frame #|terminate called|what\(\)|#\d+ |"
-                     r"Exception raised|\[default|"
-                     r"(?:rank|exitcode|time|host|error_file|traceback)\s+:)|"
-                     r".*Watchdog caught coll")  # fmt: skip
+_RECORD = re.compile(
+    r"\s*(?:\[[EWIF]\d|Traceback|File \"|frame #|terminate called|what\(\)|#\d+ |"
+    r"Exception raised|\[default|"
+    r"(?:rank|exitcode|time|host|error_file|traceback)\s+:)|"
+    r".*Watchdog caught coll"
+)
 _POSITION = re.compile(r"\[\d+/\d+\]\s*$")  # tmux, over the end of the first line on the screen
 _BEGUN = (
     (re.compile(r"WorkNCCL\("), re.compile(r"WorkNCCL\(.*timing out")),

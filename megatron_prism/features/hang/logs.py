@@ -65,13 +65,24 @@ _SIGNALS = {
 }
 _SHELL = 128  # a shell, and a container, exits with this and the number of the signal
 _SIZE = re.compile(r"([a-z-]+(?: size)?(?:-\w+ size)?): (\d+)")
-_SIZES = {"world size": "size", "context-parallel size": "cp", "tensor-model-parallel size": "tp",
-          "pipeline-model-parallel size": "pp"}  # fmt: skip
+_SIZES = {
+    "world size": "size",
+    "context-parallel size": "cp",
+    "tensor-model-parallel size": "tp",
+    "pipeline-model-parallel size": "pp",
+}
 _ARGUMENT = re.compile(r"^\s*(expert_model_parallel_size|expert_tensor_parallel_size) \.+ (\d+)$")
-_BASES = {"all_gather": "_ALLGATHER_BASE", "reduce_scatter": "_REDUCE_SCATTER_BASE",
-          "all_to_all": "ALLTOALL_BASE"}  # fmt: skip
-_STEPS = {"recv_forward": ("recv", -1), "send_forward": ("send", 1),
-          "recv_backward": ("recv", 1), "send_backward": ("send", -1)}  # fmt: skip
+_BASES = {
+    "all_gather": "_ALLGATHER_BASE",
+    "reduce_scatter": "_REDUCE_SCATTER_BASE",
+    "all_to_all": "ALLTOALL_BASE",
+}
+_STEPS = {
+    "recv_forward": ("recv", -1),
+    "send_forward": ("send", 1),
+    "recv_backward": ("recv", 1),
+    "send_backward": ("send", -1),
+}
 _EVIDENCE = 4  # lines of evidence that are shown
 _MOST_PARTS = 4096  # tasks of one line
 _OF_JOB = (Says.EVIDENCE, Says.STARTS, Says.DEDUPLICATED, Says.ABSENT)
@@ -168,9 +179,18 @@ def together(dumps: DumpSet | None, logs: Sequence[str | os.PathLike[str]]) -> D
         return logged
     waits = tuple(wait for wait in logged.waits if wait.rank not in dumps.dumps)
     dump_of_rank = {**logged.dumps, **dumps.dumps}
-    return DumpSet(dump_of_rank, dumps.unreadable, logged.events,
-                   logged.evidence, waits, logged.differ, logged.absent, logged.logged,
-                   logged.world, logged.cut_log)  # fmt: skip
+    return DumpSet(
+        dump_of_rank,
+        dumps.unreadable,
+        logged.events,
+        logged.evidence,
+        waits,
+        logged.differ,
+        logged.absent,
+        logged.logged,
+        logged.world,
+        logged.cut_log,
+    )
 
 
 def is_log(path: Path) -> bool:
@@ -206,8 +226,9 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
         if cut and log.speakers.owner is None:
             job.cut_log = True
     if not job.logged and not job.evidence and not job.absent:
-        raise DumpError("no line of these logs is of a rank: [rank12]: …, or a rank in its name",
-                        fix=FIX)  # fmt: skip
+        raise DumpError(
+            "no line of these logs is of a rank: [rank12]: …, or a rank in its name", fix=FIX
+        )
     return job.dumps()
 
 
@@ -269,8 +290,9 @@ class _Log:
                     issued_s = fired_s - value.ran_ms / 1e3
             elif isinstance(value, _Counts) and value.failed >= 0:
                 call = value.group, value.failed
-            self.job.records.append(Record(rank, self.number, line, value, fired_s, issued_s, call,
-                                           start, self.attempt))  # fmt: skip
+            self.job.records.append(
+                Record(rank, self.number, line, value, fired_s, issued_s, call, start, self.attempt)
+            )
         # torch marks lines from init_process_group on: what ended a rank before has no mark
         for process, tracebacks in self.unmarked.items():
             text = "a process whose rank is not printed"
@@ -457,12 +479,11 @@ class _Log:
         self.calls[rank].append(call)
         self._note(rank, call)
 
-    def _counts(
-        self, rank: int, match: re.Match[str], text: str, group: re.Match[str]
-    ) -> None:  # fmt: skip
+    def _counts(self, rank: int, match: re.Match[str], text: str, group: re.Match[str]) -> None:
         """Note counters; the call that failed is of their group."""
-        number = next((found for says, found in log_grammar.statements(text)
-                       if says is Says.FAILED), None)  # fmt: skip
+        number = next(
+            (found for says, found in log_grammar.statements(text) if says is Says.FAILED), None
+        )
         failed = -1 if number is None else int(number[1])
         completed = int(match[2])
         if (
@@ -567,10 +588,17 @@ class _Job:
             self.notes.append("Ray left out like lines of other ranks: RAY_DEDUP_LOGS=0 shows all")
         lines = list(dict.fromkeys(self.evidence))
         evidence = (*self.notes, *lines[:_EVIDENCE])
-        return DumpSet(dumps, events=events, evidence=evidence,
-                       waits=tuple(self._waits(groups)), differ=tuple(self.differ),
-                       absent=tuple(sorted(self.absent)), logged=frozenset(self.logged),
-                       world=self.sizes.get("size", self.joined), cut_log=self.cut_log)  # fmt: skip
+        return DumpSet(
+            dumps,
+            events=events,
+            evidence=evidence,
+            waits=tuple(self._waits(groups)),
+            differ=tuple(self.differ),
+            absent=tuple(sorted(self.absent)),
+            logged=frozenset(self.logged),
+            world=self.sizes.get("size", self.joined),
+            cut_log=self.cut_log,
+        )
 
     def _add_first_failure(self, rank: int, code: int) -> None:
         """Add the exit code of the first rank of a node that ended, if nothing else says how.
@@ -639,8 +667,9 @@ class _Job:
         not end, and all before it did.
         """
         self._part_names()
-        calls = [(rank, call) for rank, speaker in sorted(self.ranks.items())
-                 for call in speaker.calls]  # fmt: skip
+        calls = [
+            (rank, call) for rank, speaker in sorted(self.ranks.items()) for call in speaker.calls
+        ]
         named = [call for _, call in calls if call.group]
         alike: list[dict[int, LoggedCall]] = []
         for rank, call in calls:
@@ -653,8 +682,11 @@ class _Job:
             else:
                 alike.append({rank: call})
         for members in alike:
-            names = {other.group for other in named
-                     if all(call.is_like(other) for call in members.values())}  # fmt: skip
+            names = {
+                other.group
+                for other in named
+                if all(call.is_like(other) for call in members.values())
+            }
             if len(names) == 1 and self._fits(next(iter(names)), members):
                 for call in members.values():
                     call.group = next(iter(names))
@@ -695,8 +727,11 @@ class _Job:
 
     def _members(self, name: str) -> dict[int, int]:
         """Global rank -> its number in the group, of those that speak of it."""
-        return {rank: speaker.group_ranks[name] for rank, speaker in self.ranks.items()
-                if name in speaker.group_ranks}  # fmt: skip
+        return {
+            rank: speaker.group_ranks[name]
+            for rank, speaker in self.ranks.items()
+            if name in speaker.group_ranks
+        }
 
     def _fits(self, name: str, calls: Mapping[int, LoggedCall]) -> bool:
         """Whether ranks whose lines name no group may all be in that one, by their numbers."""
@@ -784,8 +819,9 @@ class _Job:
         dumps: dict[int, Dump] = {}
         for rank, speaker in sorted(self.ranks.items()):
             own = {name: group for name, group in groups.items() if rank in group.ranks}
-            status = {name: Status(last, -1, ended)
-                      for name, (last, ended) in speaker.counts.items()}  # fmt: skip
+            status = {
+                name: Status(last, -1, ended) for name, (last, ended) in speaker.counts.items()
+            }
             unknown = own.keys() - status.keys()
             if any(counters.enqueued > counters.completed for counters in status.values()):
                 # nothing is said against a rank that waits: it came to all calls elsewhere
@@ -794,8 +830,9 @@ class _Job:
             elif (whole_job or speaker.stack) and not speaker.counts and not _failed(speaker):
                 continue  # it says nothing of its calls: as if it had left no dump
             entries = Calls.of(self._entries(rank, speaker, own))
-            dumps[rank] = Dump(rank, "log", own, status, entries, ("a log, no dump",),
-                               assumed=frozenset(unknown))  # fmt: skip
+            dumps[rank] = Dump(
+                rank, "log", own, status, entries, ("a log, no dump",), assumed=frozenset(unknown)
+            )
         return dumps
 
     def _waits(self, groups: Mapping[str, Group]) -> Iterator[RankWait]:
@@ -817,9 +854,22 @@ class _Job:
                 yield from _messages(place, rank, call, group, numbers)
                 continue
             op = _operation(call)
-            yield Entry(place, group.name, group.desc, "call" if op == "coalesced" else op,
-                        call.seq, call.seq, -1, numbers, (), "scheduled", False, "",
-                        call.timeout_ms, -1)  # fmt: skip
+            yield Entry(
+                place,
+                group.name,
+                group.desc,
+                "call" if op == "coalesced" else op,
+                call.seq,
+                call.seq,
+                -1,
+                numbers,
+                (),
+                "scheduled",
+                False,
+                "",
+                call.timeout_ms,
+                -1,
+            )
 
 
 def _failed(speaker: _Speaker) -> bool:
@@ -869,5 +919,19 @@ def _messages(
         if word not in frames:
             continue
         to = (at + step) % len(group.ranks)
-        yield Entry(place, group.name, group.desc, name, call.seq, call.seq, to, numbers, (),
-                    "scheduled", False, "", call.timeout_ms, -1)  # fmt: skip
+        yield Entry(
+            place,
+            group.name,
+            group.desc,
+            name,
+            call.seq,
+            call.seq,
+            to,
+            numbers,
+            (),
+            "scheduled",
+            False,
+            "",
+            call.timeout_ms,
+            -1,
+        )

@@ -37,8 +37,13 @@ _MANY = (list, tuple, set, frozenset)
 _LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _AT_ONCE = 256  # calls that are read together
 _SHARED = ("process_group", "profiling_name", "state", "retired", *_LISTS)
-_NUMBERS = ("record_id", "collective_seq_id", "p2p_seq_id", "time_created_ns",
-            "time_discovered_completed_ns")  # fmt: skip
+_NUMBERS = (
+    "record_id",
+    "collective_seq_id",
+    "p2p_seq_id",
+    "time_created_ns",
+    "time_discovered_completed_ns",
+)
 _KEYS = (*_NUMBERS, "pg_id", "timeout_ms", *_SHARED, "frames")
 _ENCODE = msgspec.msgpack.Encoder().encode
 _NO_NUMBER = type(None)

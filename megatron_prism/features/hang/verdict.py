@@ -126,11 +126,15 @@ class Diagnosis:
     def __str__(self) -> str:
         """One line first, then the picture."""
         lines = [self.headline()]
-        for title, rows in (("evidence", self.evidence), ("waits", self.chain),
-                            ("places", self.places), ("tried on the programs", self.tried),
-                            ("first watchdog", (self.watchdog,) if self.watchdog else ()),
-                            ("stop there", (self.stop,) if self.stop else ()),
-                            ("missing", self.missing)):  # fmt: skip
+        for title, rows in (
+            ("evidence", self.evidence),
+            ("waits", self.chain),
+            ("places", self.places),
+            ("tried on the programs", self.tried),
+            ("first watchdog", (self.watchdog,) if self.watchdog else ()),
+            ("stop there", (self.stop,) if self.stop else ()),
+            ("missing", self.missing),
+        ):
             lines += [f"\n{title}:"] * bool(rows) + [f"  {row}" for row in rows]
         if self.verdict != "healthy":
             lines.append(f"\nconfidence: {self.confidence}")

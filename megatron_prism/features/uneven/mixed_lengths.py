@@ -37,8 +37,18 @@ _OF_LENGTH = (
     "max_sequence_length",
 )
 # columns that are alike in captures of one job, whatever the length
-_ALIKE = ("name", "dtype", "reduce", "phase", "microbatch", "chunk", "peer", "root", "batch",
-          "handle")  # fmt: skip
+_ALIKE = (
+    "name",
+    "dtype",
+    "reduce",
+    "phase",
+    "microbatch",
+    "chunk",
+    "peer",
+    "root",
+    "batch",
+    "handle",
+)
 _ALIKE_TEXTS = ("group", "stream")
 _PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 _FIX = "capture the job at one length for each of these ranks: programs=RANKS:DIR"
