@@ -12,7 +12,7 @@ import contextlib
 import io
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -342,16 +342,15 @@ def capture(
         PrismError, NotTrainedError: a rank failed; slices that were finished are kept.
     """
     store = SliceStore(folder, job.world, job.source, parsed=False)  # workers compare the rest
-    if whole and not force and not job.source and _is_kept(job, folder, ranks, console):
+    # slices of an earlier question about a whole launch line may be those of this one
+    may_be_kept = whole and not force and not job.source
+    if may_be_kept and _is_kept(job, folder, ranks, console):
         return
-    copied = whole and not force and not job.source and _copied(job, folder, console)
+    copied = may_be_kept and _copied(job, folder, console)
     with store.writing(force):
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
         if not job.source:
-            console.print(f"{_name_of(job.words)}: {job.world}, tier {job.tier}")
-            real = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
-            virtual = job.world.size - len(ranks)
-            console.print(f"  {'real here':<20} {real}; {virtual:,} are virtual")
+            _say_what_runs(job, ranks, at_once, console)
 
         # what is there already needs no estimate, and recipes start in another way
         captured_before = set(store.ranks())
@@ -359,17 +358,7 @@ def capture(
             estimator = None
 
         def record(missing: Sequence[int]) -> list[workers.Json]:
-            tasks: list[workers.RankTask] = []
-            for rank in missing:
-                title = job.title(rank)
-                words = job.command(rank, folder)
-                log = folder.with_name(f"{folder.name}-rank-{rank}.log")
-                forks = job.tier != "cuda"
-                shares_start = job.shares_start and not job.source
-                task = workers.RankTask(
-                    rank, title, words, log=log, forks=forks, shares_start=shares_start
-                )
-                tasks.append(task)
+            tasks = [_task_of(job, rank, folder) for rank in missing]
             if estimator is None or estimator.has_begun:
                 return workers.run(tasks, console, at_once)
             # ranks with few layers run first
@@ -381,33 +370,80 @@ def capture(
         start = time.perf_counter()
         began_ns = time.time_ns()
         # are all slices there of this very job?  a rank compares its arguments with theirs
-        if captured_before >= set(ranks) and not job.source:
-            try:
-                record(ranks[:1])
-            except PrismError as error:
-                # the options changed more than their names say: nothing of the neighbour stays
-                if not copied or error.exit_code != UsageError.exit_code:
-                    raise
-                store.prepare(force=True)
-                captured_before = set()
+        is_all_there = captured_before >= set(ranks) and not job.source
+        if is_all_there and not _is_of_this_job(record, ranks[:1], store, copied):
+            captured_before = set()
         if whole:
             _, results = workers.capture_world(store, ranks, record, console)
         else:
-            results = record([rank for rank in ranks if rank not in captured_before])
+            results = record(sorted(set(ranks) - captured_before))
             with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
                 save(assemble(folder), folder / WORLD, force=True)
         if estimator is not None:
-            estimator.say_reason()
-            if estimator.result is not None:
-                estimate.keep(folder, estimator.result)
+            _keep_estimate(estimator, folder)
         if whole and not job.source:
             _keep_question(job, folder, results, console, not captured_before, began_ns)
     _print_results(results, console)
     seconds = time.perf_counter() - start
-    if keep:
-        console.print(f"wrote {folder} in {seconds:.1f} s")
-    else:
-        console.print(f"captured in {seconds:.1f} s, for this once; to keep it: prism capture")
+    end = f"wrote {folder} in {seconds:.1f} s"
+    if not keep:
+        end = f"captured in {seconds:.1f} s, for this once; to keep it: prism capture"
+    console.print(end)
+
+
+def _say_what_runs(job: Job, ranks: Sequence[int], at_once: int, console: Console) -> None:
+    """Print which ranks run here, how many at once, and how many are virtual."""
+    console.print(f"{_name_of(job.words)}: {job.world}, tier {job.tier}")
+    real = f"{counted(len(ranks), 'rank')} ({format_ranks(ranks)}), {at_once} at once"
+    virtual = job.world.size - len(ranks)
+    console.print(f"  {'real here':<20} {real}; {virtual:,} are virtual")
+
+
+def _task_of(job: Job, rank: int, folder: Path) -> workers.RankTask:
+    """Return what captures a rank."""
+    return workers.RankTask(
+        rank,
+        job.title(rank),
+        job.command(rank, folder),
+        log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
+        forks=job.tier != "cuda",
+        shares_start=job.shares_start and not job.source,
+    )
+
+
+def _is_of_this_job(
+    record: Callable[[Sequence[int]], object],
+    ranks: Sequence[int],
+    store: SliceStore,
+    copied: bool,
+) -> bool:
+    """Return whether slices that are there are of this job; copies of another job's are dropped.
+
+    Args:
+        record: starts ranks, of which each compares its arguments with those of the slices.
+        ranks: to start.
+        store: has the slices.
+        copied: whether they are copies of those of a job with nearly these options.
+
+    Raises:
+        PrismError: a rank failed, or slices that are no copies are of another job.
+    """
+    try:
+        record(ranks)
+    except PrismError as error:
+        # the options changed more than their names say: nothing of the neighbour stays
+        if not copied or error.exit_code != UsageError.exit_code:
+            raise
+        store.prepare(force=True)
+        return False
+    return True
+
+
+def _keep_estimate(estimator: Estimator, folder: Path) -> None:
+    """Keep the estimate beside the slices, to say later how far off it was; else say why none."""
+    estimator.say_reason()
+    if estimator.result is not None:
+        estimate.keep(folder, estimator.result)
 
 
 def _keep_question(
