@@ -23,7 +23,6 @@ from typing import NoReturn
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.emulate.missing_modules import missing_packages
 
 leave = os._exit  # whatever the verdict
 MARK = "PRISM_TRAINED"
@@ -153,6 +152,9 @@ def _missing_module(name: str) -> PrismError:
     megatron.training imports packages that megatron-core does not ask for (0.16.1: six, regex,
     pydantic; 0.19 has an extra for them).
     """
+    # parsing files is no part of the start of a job that has its modules
+    from megatron_prism.emulate.missing_modules import missing_packages
+
     parent, _, child = name.partition(".")
     parents = [parent]
     # the next ones would stop the script when this one is installed

@@ -7,12 +7,15 @@ modules beside it, are read.  Imports in functions, branches and ``try`` are opt
 from __future__ import annotations
 
 import ast
+import itertools
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 _MOST_FILES = 500  # of a checkout
+_MOST_FOLDERS = 5000  # a checkout of Megatron-LM has fewer than 700
 
 
 def missing_packages(script: Path) -> list[str]:
@@ -40,8 +43,10 @@ def missing_packages(script: Path) -> list[str]:
             if not files and not _is_installed(package):
                 missing[package] = None
     # examples/mimo/train.py adds examples/multimodal to its path
-    checkout = _checkout_of(folder)
-    return [package for package in missing if not _lies_below(checkout, package)]
+    if missing:
+        for name in _modules_below(_checkout_of(folder)):
+            missing.pop(name, None)
+    return list(missing)
 
 
 def _checkout_of(folder: Path) -> Path:
@@ -52,9 +57,13 @@ def _checkout_of(folder: Path) -> Path:
     return folder
 
 
-def _lies_below(checkout: Path, package: str) -> bool:
-    """Tell whether a checkout has a module of that name somewhere."""
-    return next(checkout.rglob(f"{package}.py"), None) is not None
+def _modules_below(checkout: Path) -> set[str]:
+    """Return the names of the modules of a checkout, wherever they are."""
+    names: set[str] = set()
+    # outside of a checkout the folder may be somebody's home
+    for _, _, files in itertools.islice(os.walk(checkout), _MOST_FOLDERS):
+        names.update(file.removesuffix(".py") for file in files if file.endswith(".py"))
+    return names
 
 
 def _imported(file: Path) -> Iterator[str]:
