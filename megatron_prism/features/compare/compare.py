@@ -17,6 +17,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import FOUND_OF_RANKS, of_ranks
+from megatron_prism.core.world import World
 from megatron_prism.features.compare.cost import TokenCost, token_cost
 from megatron_prism.features.compare.scale import ScaleChange, scale_changes
 from megatron_prism.graph.difference import FirstDifference, difference, rows_of
@@ -437,31 +438,31 @@ def _texts(job: Programs | MemoryReport, by_place: bool) -> dict[str, str]:
     texts: dict[str, str] = {}
     if isinstance(job, Programs):
         texts["world"] = str(job.world)
-    source = job.source if isinstance(job, Programs) else job.job
+    source = dict(job.source if isinstance(job, Programs) else job.job)
+    # what captures found out is no difference of the jobs: memory's tables show it
+    for key in FOUND_OF_RANKS:
+        source.pop(key, None)
     texts |= job_settings.of_source(source)
     for key, text in source.items():
-        # what captures found out is no difference of the jobs: memory's tables show it
-        if key not in (*job_settings.KEYS, *FOUND_OF_RANKS):
+        if key not in job_settings.KEYS:
             texts[key] = text
     if by_place and isinstance(job, Programs):
-        texts |= _by_place(job)
+        texts |= _by_place(job.world, source)
     return texts
 
 
-def _by_place(programs: Programs) -> dict[str, str]:
+def _by_place(world: World, source: Mapping[str, str]) -> dict[str, str]:
     """Return what slices say of their ranks' hosts and GPUs, by the rank's place in a replica.
 
     Where it is the same of all of them, it is said once.
     """
     texts: dict[str, str] = {}
-    for key, text_of_rank in of_ranks(programs.source).items():
-        if key in FOUND_OF_RANKS:
-            continue
+    for key, text_of_rank in of_ranks(source).items():
         text_of_place: dict[str, str] = {}
         for rank, text in sorted(text_of_rank.items()):
-            if rank >= programs.world.size:
+            if rank >= world.size:
                 continue
-            place = programs.world.coordinates(rank)
+            place = world.coordinates(rank)
             text_of_place.setdefault(f"pp={place.pp},cp={place.cp},tp={place.tp}", text)
         if len(set(text_of_place.values())) == 1:
             texts[key] = next(iter(text_of_place.values()))

@@ -30,7 +30,7 @@ def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
     shown_class = shown or found.worst
     # nobody asks whether a class fits where memory is to be freed
-    overruns = None if found.free else found.shown_overruns
+    overruns = None if found.free else found.overruns
     parts: list[Iterable[str]] = [
         _verdict(found),
         class_table(found.memory, overruns, found.at_risk),

@@ -854,22 +854,9 @@ class _Job:
                 yield from _messages(place, rank, call, group, numbers)
                 continue
             op = _operation(call)
-            yield Entry(
-                place,
-                group.name,
-                group.desc,
-                "call" if op == "coalesced" else op,
-                call.seq,
-                call.seq,
-                -1,
-                numbers,
-                (),
-                "scheduled",
-                False,
-                "",
-                call.timeout_ms,
-                -1,
-            )
+            if op == "coalesced":
+                op = "call"
+            yield _entry(place, call, group, op, -1, numbers)
 
 
 def _failed(speaker: _Speaker) -> bool:
@@ -905,6 +892,42 @@ def _numbers(call: LoggedCall, group: Group) -> tuple[tuple[int, ...], tuple[int
     return (inputs,), (outputs,)
 
 
+def _entry(
+    place: int,
+    call: LoggedCall,
+    group: Group,
+    op: str,
+    peer: int,
+    numbers: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Entry:
+    """Return a call of a log as a recorder would have it: issued, and not ended.
+
+    Args:
+        place: Among the calls of its rank.
+        call: Of the log.
+        group: That makes it.
+        op: What it does.
+        peer: Place in the group of the other end of a message; -1 for a collective.
+        numbers: Elements of input and output.
+    """
+    return Entry(
+        place,
+        group.name,
+        group.desc,
+        op,
+        call.seq,
+        call.seq,
+        peer,
+        numbers,
+        (),
+        "scheduled",
+        False,
+        "",
+        call.timeout_ms,
+        -1,
+    )
+
+
 def _messages(
     place: int,
     rank: int,
@@ -919,19 +942,4 @@ def _messages(
         if word not in frames:
             continue
         to = (at + step) % len(group.ranks)
-        yield Entry(
-            place,
-            group.name,
-            group.desc,
-            name,
-            call.seq,
-            call.seq,
-            to,
-            numbers,
-            (),
-            "scheduled",
-            False,
-            "",
-            call.timeout_ms,
-            -1,
-        )
+        yield _entry(place, call, group, name, to, numbers)

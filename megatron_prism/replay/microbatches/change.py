@@ -120,9 +120,9 @@ def _memory_doubt(
     for schedule in wanted.values():
         if any(len(members) > 1 for members in schedule.members):
             return "; a forward beside a backward: peaks were up to 0.31 % off"
-    # in an interleaved schedule a buffer of a message lives until the round's next message: of 4
-    # stages with 2 chunks 8 microbatches have no whole round, and 16 made of them had two buffers
-    # more at the peak than a capture of 16
+    # in an interleaved schedule a buffer of a message lives until the round's next message.  Of 4
+    # stages with 2 chunks 8 microbatches have no whole round: 16 made of them had two buffers more
+    # at the peak than a capture of 16
     for stage, schedule in captured.items():
         if is_interleaved and not has_surroundings(schedule, count, wanted[stage]):
             return (
