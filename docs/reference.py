@@ -12,7 +12,7 @@ import sys
 
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
-from megatron_prism.emulate.options import FLAGS
+from megatron_prism.emulate.command_line.options import FLAGS
 
 PAGES = pathlib.Path(__file__).parent / "reference"
 HEAD = "<!-- written by docs/reference.py -->\n\n"

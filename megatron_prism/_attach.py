@@ -28,7 +28,9 @@ def autoload() -> None:
     hide_bare_engine()
     if not emulation_is_asked_for():
         return
-    from megatron_prism.emulate import exit_status, import_hooks, real_launch
+    from megatron_prism.emulate import import_hooks
+    from megatron_prism.emulate.command_line import real_launch
+    from megatron_prism.emulate.rank import exit_status
 
     real_launch.check(sys.orig_argv)
     import_hooks.before_first_import("megatron", _install)
@@ -48,6 +50,6 @@ def attach() -> None:
 
 
 def _install() -> None:
-    from megatron_prism.emulate import launch
+    from megatron_prism.emulate.rank import launch
 
     launch.attach_from_command_line()

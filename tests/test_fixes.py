@@ -18,7 +18,7 @@ from helpers import pretrain
 from helpers.needs import TRAINING
 
 import megatron_prism
-from megatron_prism.emulate import options
+from megatron_prism.emulate.command_line import options
 
 ROOT = Path(megatron_prism.__file__).parent
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")
@@ -80,7 +80,7 @@ JOBS = {
         ("meta", "cpu", "--prism-watch nan"),
     ("features/faults/fault_injector.py", "--prism-tier cpu"):
         ("meta", "cpu", "--prism-fault bitflip@rank=0,iter=2,op=all_reduce,nth=1:bit=0"),
-    ("emulate/recording.py", "use --prism-tier cuda or cpu"):
+    ("emulate/rank/recording.py", "use --prism-tier cuda or cpu"):
         ("meta", "cpu", "--prism-record recorded --prism-payload all"),
     ("runtime/devices/__init__.py", "use --prism-tier cpu"): ("cuda", "cpu", ""),
 }  # fmt: skip
@@ -88,10 +88,10 @@ JOBS = {
 NOT_RUN = {
     ("features/faults/fault_injector.py", "--prism-tier meta"):
         "hang/test_fault_plan.py: out of memory",
-    ("emulate/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
+    ("emulate/rank/launch.py", "torchrun --nproc-per-node {}"): "every job of tier cpu",
     ("emulate/patches/pipeline.py", "use --prism-tier cpu"): "LLaVA's script",
     ("emulate/patches/without_cuda.py", "--prism-tier meta"): "Megatron's main: --sft with cp",
-    ("emulate/job_flags.py", "--prism-tier meta"): (
+    ("emulate/command_line/job_flags.py", "--prism-tier meta"): (
         "features/life/test_life_capture.py, features/streams/test_planted.py"
     ),
     ("features/reshard/flags.py", "--prism-tier meta"): "every job that prism reshard plans",
@@ -185,7 +185,7 @@ def commands():
 
 
 TABLES = {  # what launchers, shells and schedulers take
-    "emulate/launch_line.py", "emulate/dry_commands.py",
+    "emulate/command_line/launch_line.py", "emulate/dry_commands.py",
 }  # fmt: skip
 OTHERS = {  # of torchrun, mpirun, pip, docker, pytest, py-spy, sbatch and every command
     "--nproc-per-node", "--master-port", "--standalone", "--no-deps", "--force-reinstall",

@@ -16,7 +16,7 @@ from helpers import readability
 
 import megatron_prism
 from megatron_prism.cli import main as cli
-from megatron_prism.emulate.options import FLAGS
+from megatron_prism.emulate.command_line.options import FLAGS
 
 ROOT = pathlib.Path(megatron_prism.__file__).parent
 MOST_ANY = 653  # of 1,868 once; 14 in what core asks of features that it does not know

@@ -31,7 +31,7 @@ from helpers.random_hangs import dumps_of  # noqa: E402
 
 import megatron_prism as prism  # noqa: E402
 from megatron_prism.core.world import World  # noqa: E402
-from megatron_prism.emulate import recipe_job  # noqa: E402
+from megatron_prism.emulate.jobs import recipe_job  # noqa: E402
 from megatron_prism.features.hang import export  # noqa: E402
 from megatron_prism.features.hang.dumps import DumpSet  # noqa: E402
 from megatron_prism.features.hang.logs import read_logs  # noqa: E402

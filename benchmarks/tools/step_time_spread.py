@@ -67,8 +67,8 @@ def run_rank(recipe, tokens: np.ndarray, rank: int, store_file: str) -> list[flo
 
     from megatron_prism.core.process_changes import ProcessChanges
     from megatron_prism.core.world import World
-    from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.recipe_script import RankJob
+    from megatron_prism.emulate.jobs.recipe_script import RankJob
+    from megatron_prism.emulate.rank.monitor import TrainingMonitor
     from megatron_prism.runtime import devices
 
     cores = sorted(os.sched_getaffinity(0))

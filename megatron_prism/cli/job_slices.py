@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from megatron_prism.cli.output import console
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.estimate import Estimator
-    from megatron_prism.emulate.obstacles import Obstacles
+    from megatron_prism.emulate.jobs.estimate import Estimator
+    from megatron_prism.emulate.preflight.obstacles import Obstacles
     from megatron_prism.replay.timeline import Timeline
 
 _LINE_FILE = ".line"
@@ -50,7 +50,7 @@ def estimate_note(
     Returns:
         How far off it was; "" where there was none, or none of this machine and host.
     """
-    from megatron_prism.emulate import estimate
+    from megatron_prism.emulate.jobs import estimate
 
     kept = estimate.kept(folder)
     if kept is None or kept.machine != assumes:
@@ -68,7 +68,7 @@ def timeline_note(folder: str, timeline: Timeline) -> str:
 
 def estimator_of(machine: str | None) -> Estimator:
     """Return what estimates a job on a machine while its ranks run, and prints it."""
-    from megatron_prism.emulate.estimate import Estimator
+    from megatron_prism.emulate.jobs.estimate import Estimator
 
     return Estimator(console(stderr=True), machine)
 
@@ -92,7 +92,7 @@ def capture_line(
     Returns:
         The folder of slices, in the working folder.
     """
-    from megatron_prism.emulate import script_job
+    from megatron_prism.emulate.jobs import script_job
 
     digest = hashlib.sha1("\0".join((*flags, *job)).encode()).hexdigest()[:8]
     folder = Path(f"prism-{digest}")

@@ -29,11 +29,11 @@ def run(argv: Sequence[str]) -> int:
     among its arguments does the same.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        from megatron_prism.emulate import options as flags
+        from megatron_prism.emulate.command_line import options as flags
 
         flags.add_flags(make_parser("run", COMMANDS["run"])).print_help()
         return 0 if argv else 2
-    from megatron_prism.emulate import launch
+    from megatron_prism.emulate.rank import launch
 
     return launch.run_script(list(argv))
 
@@ -50,7 +50,7 @@ def emulate(args: argparse.Namespace) -> Answer:
     out = args.out
     if out is None and recipe.prism.out:
         out = Path(recipe.prism.out)
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate.jobs import recipe_job
 
     result = recipe_job.emulate(
         recipe, out, force=args.force, console=console(stderr=args.json), verbose=args.verbose

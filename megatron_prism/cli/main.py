@@ -154,8 +154,8 @@ def _split_at_line(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     """Split the words of command ``name`` from a launch line behind them."""
     if not COMMANDS[name].takes_line:
         return words, []
-    from megatron_prism.emulate import options
-    from megatron_prism.emulate.launch_line import split_line
+    from megatron_prism.emulate.command_line import options
+    from megatron_prism.emulate.command_line.launch_line import split_line
 
     switches = options.alone()
     switches.update(flag.replace("--prism-", "--") for flag in options.alone())
@@ -180,9 +180,9 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
     job, ours, given = list[str](), list[str](), list[str]()
     obstacles, captures = None, False
     if line:
-        from megatron_prism.emulate import options
-        from megatron_prism.emulate.job_line import job_of
-        from megatron_prism.emulate.obstacles import Obstacles
+        from megatron_prism.emulate.command_line import options
+        from megatron_prism.emulate.command_line.job_line import job_of
+        from megatron_prism.emulate.preflight.obstacles import Obstacles
 
         rest = _with_long_flags(name, rest)
         flags, rest = options.split(rest)
@@ -222,7 +222,7 @@ def _with_long_flags(name: str, words: list[str]) -> list[str]:
 
     Options of the command itself stay.
     """
-    from megatron_prism.emulate.options import FLAGS
+    from megatron_prism.emulate.command_line.options import FLAGS
 
     own_options = parser(name)._option_string_actions
     full_words = []
@@ -273,7 +273,7 @@ def _unknown_word(name: str, word: str, options: list[str], fix: str) -> UsageEr
         options: of the command.
         fix: where no option and no launcher is close to the word.
     """
-    from megatron_prism.emulate.launch_line import BY_NAME
+    from megatron_prism.emulate.command_line.launch_line import BY_NAME
 
     fix = did_you_mean(word, [*options, *BY_NAME], fix, cutoff=0.7)
     return UsageError(f"prism {name} has no option {word}", fix=fix)

@@ -37,7 +37,7 @@ def open_job(path: str, partial: bool = False) -> Programs:
         programs = open_programs(path, partial=partial)
         _warn_without_times(programs)
         return programs
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate.jobs import recipe_job
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "slices"

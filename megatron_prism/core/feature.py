@@ -24,7 +24,8 @@ class Feature:
 
     Args:
         command: has ``COMMANDS``, name of a command -> ``cli.command.Command``.
-        flags: has ``JOB_FLAGS``, a ``emulate.job_flags.JobFlags``: flags of a job and their effect.
+        flags: has ``JOB_FLAGS``, a ``JobFlags`` (emulate/command_line/job_flags.py): flags of a job
+            and their effect.
         renderers: registers the renderers of the feature's results (``core.rendering``).
         launcher: has ``read_line``, which finds the job that a script would start.
         files: has ``FILE_ANSWERS``: files about which this feature answers for other commands.

@@ -32,7 +32,7 @@ from megatron_prism.core.megatron_source import (
 )
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks
-from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
 from megatron_prism.runtime.virtual_world import VirtualWorld
 

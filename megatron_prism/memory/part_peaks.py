@@ -1,7 +1,7 @@
 """Peaks of the parts of a process's life, in the source of slices.
 
-The parts are those of ``emulate.monitor.PARTS``.  A part that did not run is absent, which is not
-the same as 0 bytes.
+The parts are those of ``emulate.rank.monitor.PARTS``.  A part that did not run is absent, which
+is not the same as 0 bytes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Answer = Callable[..., dist.Work | None]  # called with the group, then args and
 
 
 class TrainingListener(Protocol):
-    """Follows the training of one rank.  ``emulate.monitor.TrainingMonitor`` calls it."""
+    """Follows the training of one rank.  ``emulate.rank.monitor.TrainingMonitor`` calls it."""
 
     def world_known(self, world: World) -> None:
         """The parallel sizes of the job's parsed arguments, or of a program without them."""

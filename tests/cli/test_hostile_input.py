@@ -25,7 +25,7 @@ from megatron_prism.core.fault_plan import load_plan
 from megatron_prism.core.files import artefact_folder
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.recipe import load
-from megatron_prism.emulate import recipe_job
+from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.features.hang.dumps import read_in_process
 
 ONE = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n- compute ns=7us\n"

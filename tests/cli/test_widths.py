@@ -10,7 +10,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.cli import output
 from megatron_prism.core import columns
 from megatron_prism.core.recipe import load
-from megatron_prism.emulate import recipe_job
+from megatron_prism.emulate.jobs import recipe_job
 
 ROOT = Path(__file__).parents[2]
 SLICES = ROOT / "tests/golden/slices"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_prism.core import job_settings
-from megatron_prism.emulate import job_arguments
-from megatron_prism.emulate.job_arguments import text_of
+from megatron_prism.emulate.command_line import job_arguments
+from megatron_prism.emulate.command_line.job_arguments import text_of
 
 
 class Backend(enum.Enum):

@@ -195,7 +195,7 @@ def test_the_words_of_its_script_are_the_recipe(name, more):
     again = recipes.Recipe.of_words(made.words())
     assert (again.name, again.world) == (made.name, made.world)
     assert again.settings(repr) == made.settings(repr)
-    from megatron_prism.emulate import options
+    from megatron_prism.emulate.command_line import options
 
     given = options.from_command_line(
         ["--prism-emulate", "--prism-world-size", str(made.world.size), *made.words()], {}

@@ -10,9 +10,9 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Builder, Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import capture as stock_capture
-from megatron_prism.emulate import host_benchmark
-from megatron_prism.emulate.capture import StockCapture, check_free, first_recorded
+from megatron_prism.emulate.capture import capture as stock_capture
+from megatron_prism.emulate.capture import host_benchmark
+from megatron_prism.emulate.capture.capture import StockCapture, check_free, first_recorded
 
 TIER = SimpleNamespace(name="cpu")
 

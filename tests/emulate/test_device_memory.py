@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.emulate import device_memory
-from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.device_memory import MemoryWatch, NcclReserve
-from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.emulate.command_line import options as flags
+from megatron_prism.emulate.rank import device_memory
+from megatron_prism.emulate.rank.device_memory import MemoryWatch, NcclReserve
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 from megatron_prism.memory.nccl_buffers import BufferCalibration
 from megatron_prism.runtime.virtual_world import TrafficCounter
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from megatron_prism.cli import job_slices
 from megatron_prism.cli.main import main
-from megatron_prism.emulate import estimate
-from megatron_prism.emulate.estimate import Estimator, JobEstimate, estimated
-from megatron_prism.emulate.workers import RankTask
+from megatron_prism.emulate.jobs import estimate
+from megatron_prism.emulate.jobs.estimate import Estimator, JobEstimate, estimated
+from megatron_prism.emulate.processes.workers import RankTask
 from megatron_prism.memory.job_peaks import needed, peak_memory
 from megatron_prism.replay.priced_graph import price
 

@@ -9,9 +9,9 @@ import types
 import pytest
 
 from megatron_prism.core.errors import NotTrainedError
-from megatron_prism.emulate import exit_status, launch
-from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.rank import exit_status, launch
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
+from megatron_prism.emulate.rank.session import Session
 
 ATTACH = "import os, sys, types, megatron_prism\nmegatron_prism.attach()\n"
 SAYS = "nothing trained: neither this program nor one that it started"
@@ -49,7 +49,7 @@ def test_a_script_that_never_imports_megatron_fails(tmp_path, ending):
         ("os._exit(3)", 3),
         ("sys.exit('no data')", 1),
         ("raise ValueError('no data')", 1),
-        ("sys.modules['megatron_prism.emulate.launch'] = sys", 0),  # attached, so judged there
+        ("sys.modules['megatron_prism.emulate.rank.launch'] = sys", 0),  # attached, so judged there
         ("if os.fork() == 0: sys.exit(0)\nassert os.wait()[1] == 0; sys.exit(4)", 4),
     ],
 )

@@ -12,9 +12,9 @@ from helpers.needs import TRAINING
 from helpers.stock_jobs import TINY
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import first_look, stand_ins, unknown_flags
-from megatron_prism.emulate.obstacles import Obstacles, ObstaclesError
-from megatron_prism.emulate.path_map import PathMap
+from megatron_prism.emulate.command_line.path_map import PathMap
+from megatron_prism.emulate.preflight import first_look, stand_ins, unknown_flags
+from megatron_prism.emulate.preflight.obstacles import Obstacles, ObstaclesError
 
 
 def test_several_obstacles_are_one_error_and_one_is_itself():

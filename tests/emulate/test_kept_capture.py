@@ -13,8 +13,10 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import kept_capture, script_job, workers
-from megatron_prism.emulate.script_job import Job
+from megatron_prism.emulate.capture import kept_capture
+from megatron_prism.emulate.jobs import script_job
+from megatron_prism.emulate.jobs.script_job import Job
+from megatron_prism.emulate.processes import workers
 
 
 class FakeCapture:

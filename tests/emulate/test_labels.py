@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 from helpers import patching
 
-from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 
 
 def test_combined_steps_are_the_forwards_microbatches(monkeypatch):

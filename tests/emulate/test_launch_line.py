@@ -9,8 +9,8 @@ import pytest
 from megatron_prism.cli import main as cli
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import job_line
-from megatron_prism.emulate.launch_line import read_line, split_line
+from megatron_prism.emulate.command_line import job_line
+from megatron_prism.emulate.command_line.launch_line import read_line, split_line
 
 LINES = [  # line, ranks, ranks on a host, the script and its words
     ("a.py x.py", None, None, "a.py x.py"),

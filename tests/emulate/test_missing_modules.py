@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_prism.emulate import exit_status
-from megatron_prism.emulate.missing_modules import missing_packages
+from megatron_prism.emulate.preflight.missing_modules import missing_packages
+from megatron_prism.emulate.rank import exit_status
 
 
 def test_what_a_script_and_its_modules_lack_is_named_at_once(tmp_path):

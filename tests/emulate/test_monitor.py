@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_prism.core.errors import NotTrainedError
-from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 
 
 def args(train_iters=3, **more):

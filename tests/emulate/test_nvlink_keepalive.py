@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_prism.emulate import nvlink_keepalive
+from megatron_prism.emulate.capture import nvlink_keepalive
 
 
 @pytest.fixture

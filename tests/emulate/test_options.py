@@ -5,8 +5,8 @@ import os
 import pytest
 
 from megatron_prism.core.errors import UsageError, WorldError
-from megatron_prism.emulate import launchers, options
-from megatron_prism.emulate.options import from_command_line
+from megatron_prism.emulate.command_line import launchers, options
+from megatron_prism.emulate.command_line.options import from_command_line
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from megatron_prism.emulate.part_blocks import block_peaks
+from megatron_prism.emulate.capture.part_blocks import block_peaks
 from megatron_prism.runtime.devices.live_bytes import History, LiveBytes
 
 MIB = 1 << 20

@@ -13,9 +13,9 @@ import torch
 from helpers import patching
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patch import PatchContext
 from megatron_prism.emulate.patches import checkpoints
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 from megatron_prism.runtime.recorded_values import ValueRecorder
 
 EMULATED, REAL = (1,), (0, 1, 2, 3)

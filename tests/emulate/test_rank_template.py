@@ -15,8 +15,10 @@ from rich.console import Console
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import NotTrainedError
-from megatron_prism.emulate import job_arguments, launch, rank_server, rank_template, workers
-from megatron_prism.emulate.session import Run
+from megatron_prism.emulate.command_line import job_arguments
+from megatron_prism.emulate.processes import rank_server, rank_template, workers
+from megatron_prism.emulate.rank import launch
+from megatron_prism.emulate.rank.session import Run
 
 pytestmark = pytest.mark.skipif(not rank_template.can_fork(), reason="needs Linux")
 
@@ -30,7 +32,7 @@ def program(tmp_path, monkeypatch):
     def tasks(code, count=2):
         (tmp_path / "rank_code.py").write_text(
             "import os, sys, time\n"
-            "from megatron_prism.emulate.workers import emitter\n"
+            "from megatron_prism.emulate.processes.workers import emitter\n"
             f"emit, rank = emitter(), int(sys.argv[1])\n{code}\n"
         )
         words = [("-m", "rank_code", str(rank)) for rank in range(count)]
@@ -133,7 +135,7 @@ def test_a_rank_that_ends_without_an_estimate_is_not_judged_as_a_job(program, be
     watched = f"""
 from megatron_prism.core.errors import NotTrainedError
 from megatron_prism.emulate import exit_status, workers
-from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.rank.session import Session
 exit_status.at_good_end(lambda: NotTrainedError("it did not train"), Session().changes)
 {STARTED.format(become=become)}"""
     (task,) = program(watched, 1)

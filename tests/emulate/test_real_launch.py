@@ -8,8 +8,9 @@ import time
 import pytest
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import launch, real_launch
-from megatron_prism.emulate.launch_line import read_line
+from megatron_prism.emulate.command_line import real_launch
+from megatron_prism.emulate.command_line.launch_line import read_line
+from megatron_prism.emulate.rank import launch
 
 JOB = "pretrain_gpt.py --tensor-model-parallel-size 2"
 STAGES = "--prism-emulate --prism-tier meta --prism-ranks stages --prism-capture d"

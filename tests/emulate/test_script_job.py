@@ -16,9 +16,11 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import load
 from megatron_prism.core.slices import SliceStore, open_programs
-from megatron_prism.emulate import options, recipe_job, workers
+from megatron_prism.emulate.command_line import options
+from megatron_prism.emulate.jobs import recipe_job
+from megatron_prism.emulate.jobs.script_job import Job, capture_command_line
 from megatron_prism.emulate.patches import startup
-from megatron_prism.emulate.script_job import Job, capture_command_line
+from megatron_prism.emulate.processes import workers
 
 
 def given(*words):
@@ -92,7 +94,7 @@ def task(code, rank=0, **more):
     return workers.RankTask(rank, f"rank {rank}", ["-c", code], **more)
 
 
-EMIT = "from megatron_prism.emulate.workers import emitter; emit = emitter(); "
+EMIT = "from megatron_prism.emulate.processes.workers import emitter; emit = emitter(); "
 
 
 @pytest.mark.parametrize(

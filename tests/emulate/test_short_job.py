@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_prism.emulate.short_job import ChunkLayers, LayerCheck, chunk_layers, shorten
+from megatron_prism.emulate.jobs.short_job import ChunkLayers, LayerCheck, chunk_layers, shorten
 
 
 def job(**settings):

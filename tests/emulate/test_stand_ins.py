@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import stand_ins, unknown_flags
+from megatron_prism.emulate.preflight import stand_ins, unknown_flags
 
 NONE = dict.fromkeys((
     "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "data_path", "vocab_size",

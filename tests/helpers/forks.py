@@ -19,7 +19,7 @@ MODULES = """
     megatron.core.pipeline_parallel megatron.core.models.gpt megatron.core.tensor_parallel
     megatron.core.models.gpt.gpt_layer_specs megatron.core.num_microbatches_calculator
     megatron.core.transformer.moe.moe_layer megatron.core.transformer.dot_product_attention
-    megatron_prism.emulate.recipe_script megatron_prism.emulate.launch
+    megatron_prism.emulate.jobs.recipe_script megatron_prism.emulate.rank.launch
     megatron_prism.runtime.recorder.recorder
     megatron_prism.runtime.virtual_world
 """.split()
@@ -44,8 +44,9 @@ def prepare(tier):
     import importlib
 
     from megatron_prism.core.process_changes import ProcessChanges
-    from megatron_prism.emulate import monitor, patch
+    from megatron_prism.emulate import patch
     from megatron_prism.emulate.patches import patches_for
+    from megatron_prism.emulate.rank import monitor
     from megatron_prism.runtime import devices as tiers
 
     installed = tiers.prepare(tier, ProcessChanges())
@@ -100,8 +101,8 @@ def main(tier):
     warnings.simplefilter("ignore")
     jobs = pickle.load(sys.stdin.buffer)
     prepare(tier)
-    from megatron_prism.emulate import recipe_script
-    from megatron_prism.emulate.session import Session
+    from megatron_prism.emulate.jobs import recipe_script
+    from megatron_prism.emulate.rank.session import Session
 
     running = {}
 

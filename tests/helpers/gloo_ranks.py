@@ -210,8 +210,8 @@ def wrap():
 def run(recipe, rank, store_file):
     """The calls of ``rank`` in the last iteration of ``recipe``."""
     from megatron_prism.core.process_changes import ProcessChanges
-    from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.recipe_script import RankJob
+    from megatron_prism.emulate.jobs.recipe_script import RankJob
+    from megatron_prism.emulate.rank.monitor import TrainingMonitor
     from megatron_prism.runtime import devices as tiers
 
     size = recipe.world.size

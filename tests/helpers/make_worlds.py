@@ -49,7 +49,7 @@ def captured(lines, folder):
     from helpers import forks
     from helpers.healthy_jobs import LOADED, recipe_of
 
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate.jobs import recipe_job
 
     jobs, folders = [], {}
     for line in filter(None, lines.splitlines()):

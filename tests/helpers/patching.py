@@ -1,7 +1,7 @@
 """Patches applied by hand, to stand-ins for Megatron's modules."""
 
-from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patch import PatchContext
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 
 
 def context(meta=False, local=(0,), **more):

@@ -13,7 +13,7 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import moe, pipeline, training
-from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values, rms
 here = tiers.prepare("cpu", ProcessChanges())

@@ -19,7 +19,7 @@ def cut(lengths):
     """Make ``batches`` of a recipe give microbatch after microbatch of these lengths."""
     from megatron.core import parallel_state
 
-    from megatron_prism.emulate import recipe_script
+    from megatron_prism.emulate.jobs import recipe_script
 
     whole = recipe_script.batches
 

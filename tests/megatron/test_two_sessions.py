@@ -19,7 +19,7 @@ import torch.utils.data
 from torch import distributed as dist
 from megatron_prism.core import recipe
 from megatron_prism.emulate import recipe_script
-from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.rank.session import Session
 
 OWNERS = {
     "torch": torch, "torch.cuda": torch.cuda, "torch.cuda.memory": torch.cuda.memory,
@@ -101,7 +101,7 @@ print(json.dumps({{
 """
 FAILS = """
 before = found()
-from megatron_prism.emulate.recipe_script import RankJob
+from megatron_prism.emulate.jobs.recipe_script import RankJob
 
 def broken(job, number):
     with job.monitor.phase("forward"):

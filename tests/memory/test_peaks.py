@@ -247,7 +247,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     from rich.console import Console
 
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate.jobs import recipe_job
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
@@ -301,7 +301,7 @@ def test_a_job_of_one_iteration_holds_what_a_longer_one_does(more, tmp_path):
     from rich.console import Console
 
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate.jobs import recipe_job
 
     figures, notes = [], []
     for iterations in (1, 2):
@@ -330,7 +330,7 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     from rich.console import Console
 
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate.jobs import recipe_job
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)
     made = recipe_job.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))

@@ -170,7 +170,7 @@ import sys
 from pathlib import Path
 from megatron_prism.core import recipe as recipes
 from megatron_prism.emulate import capture, recipe_script
-from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.rank.session import Session
 from megatron_prism.runtime.devices.moe_dispatch import loads
 
 folder, seed, *settings = sys.argv[1:]

@@ -12,7 +12,8 @@ from rich.console import Console
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.world import World
-from megatron_prism.emulate import few_microbatches, recipe_job
+from megatron_prism.emulate.capture import few_microbatches
+from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.memory import blocks, peaks
 
 pytestmark = MEGATRON

@@ -146,7 +146,7 @@ def test_hosts_that_nobody_measured_cannot_be_others(tmp_path, slices):
 
 def test_this_host_is_measured_without_a_gpu(tmp_path, capsys):
     pytest.importorskip("torch")
-    from megatron_prism.emulate.host_benchmark import measure
+    from megatron_prism.emulate.capture.host_benchmark import measure
 
     found = measure(0.0)
     assert set(found.parts) == set(REFERENCE)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.checkpoint_names import sharded_state
+from megatron_prism.emulate.command_line import job_arguments
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.runtime.virtual_world import values_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate.command_line import job_arguments
 from megatron_prism.emulate.patch import (
     META,
     NO_CUDA,

@@ -21,15 +21,10 @@ import torch
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import FAMILIES, World, orthogonal_rank_groups
-from megatron_prism.emulate import (
-    capture,
-    first_look,
-    job_arguments,
-    options,
-    stand_ins,
-    unknown_flags,
-)
+from megatron_prism.emulate.capture import capture
+from megatron_prism.emulate.command_line import job_arguments, options
 from megatron_prism.emulate.patch import SPEEDS_UP, Original, PatchContext, Patches
+from megatron_prism.emulate.preflight import first_look, stand_ins, unknown_flags
 
 PATCHES = Patches()
 

@@ -18,7 +18,7 @@ import torch
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate.command_line import job_arguments
 from megatron_prism.emulate.patch import META, NO_CUDA, Original, PatchContext, Patches, refused
 from megatron_prism.runtime.devices import cuda, cuda_graphs, kernels, local_layers
 

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import check_writable, write_whole
-from megatron_prism.emulate import host_benchmark
+from megatron_prism.emulate.capture import host_benchmark
 from megatron_prism.replay.costs.collectives import KINDS
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 

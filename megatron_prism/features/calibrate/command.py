@@ -43,7 +43,7 @@ def calibrate(args: argparse.Namespace) -> Answer:
 def _host(args: argparse.Namespace) -> Answer:
     """The index of this host: printed, and written if a file is named."""
     from megatron_prism.core.files import write_whole
-    from megatron_prism.emulate import host_benchmark
+    from megatron_prism.emulate.capture import host_benchmark
 
     console(stderr=args.json).print(f"measuring this host for {args.seconds} s")
     host = host_benchmark.measure(args.seconds)

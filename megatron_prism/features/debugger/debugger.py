@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.utils.hooks import RemovableHandle
 
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.rank.session import Run, Session
     from megatron_prism.features.debugger.options import StopOptions
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup

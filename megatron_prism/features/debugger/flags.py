@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.job_flags import (
+from megatron_prism.emulate.command_line.job_flags import (
     AttachOrder,
     JobFlags,
     ParsedFlags,
@@ -15,7 +15,7 @@ from megatron_prism.emulate.job_flags import (
 from megatron_prism.features.debugger.options import PayloadOptions, StopOptions
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.rank.session import Run, Session
 
 
 def read_stops(parsed: ParsedFlags) -> StopOptions | None:

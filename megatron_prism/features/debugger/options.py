@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_prism.emulate.job_flags import FeatureOptions
+from megatron_prism.emulate.command_line.job_flags import FeatureOptions
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from megatron_prism.runtime.process_group import ForwardedWork, arguments
 from megatron_prism.runtime.recorded_values import check_arguments, check_header
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run
+    from megatron_prism.emulate.rank.session import Run
     from megatron_prism.features.debugger.options import PayloadOptions
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup

@@ -34,7 +34,7 @@ from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run
+    from megatron_prism.emulate.rank.session import Run
     from megatron_prism.features.hang.planting import FaultedCall
     from megatron_prism.graph.stall import StalledJob
     from megatron_prism.runtime.process_group import PrismGroup

@@ -36,7 +36,7 @@ from megatron_prism.core.fault_plan import (
 )
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import CallLabel, Op
-from megatron_prism.emulate import exit_status
+from megatron_prism.emulate.rank import exit_status
 from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments
 from megatron_prism.runtime.recorder.recorder import details

@@ -9,7 +9,7 @@ from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.fault_plan import Fault, load_plan, parse
 from megatron_prism.core.files import check_writable
-from megatron_prism.emulate.job_flags import (
+from megatron_prism.emulate.command_line.job_flags import (
     AttachOrder,
     JobFlags,
     ParsedFlags,
@@ -19,7 +19,7 @@ from megatron_prism.emulate.job_flags import (
 from megatron_prism.features.faults.options import FaultOptions
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.rank.session import Run, Session
 
 
 def read_options(parsed: ParsedFlags) -> FaultOptions | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_prism.core.fault_plan import Fault
 from megatron_prism.core.world import World, format_ranks
-from megatron_prism.emulate.job_flags import FeatureOptions
+from megatron_prism.emulate.command_line.job_flags import FeatureOptions
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     """What to type next: how long it takes, the change that fits, captured for certain, or other
     layouts where no change is enough.
     """
-    from megatron_prism.emulate import options
-    from megatron_prism.emulate.launch_line import split_line
+    from megatron_prism.emulate.command_line import options
+    from megatron_prism.emulate.command_line.launch_line import split_line
 
     machine: list[str] = []
     if args.machine:

@@ -25,9 +25,10 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Programs
 from megatron_prism.core.slices import open_programs
-from megatron_prism.emulate import options, recipe_job, script_job
-from megatron_prism.emulate.job_line import job_of
-from megatron_prism.emulate.launch_line import split_line
+from megatron_prism.emulate.command_line import options
+from megatron_prism.emulate.command_line.job_line import job_of
+from megatron_prism.emulate.command_line.launch_line import split_line
+from megatron_prism.emulate.jobs import recipe_job, script_job
 from megatron_prism.features.fit.candidates import JOB_FLAGS, Ladder, LineChange, ladders
 from megatron_prism.features.fit.fit import EXPANDABLE, Fit, TriedChange
 

@@ -189,8 +189,8 @@ def _captured(job: str, settings: tuple[str, ...], stamp: int) -> Programs:
     from megatron_prism.cli.output import console
     from megatron_prism.core import recipe
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.emulate import recipe_job, script_job
-    from megatron_prism.emulate.job_line import job_of
+    from megatron_prism.emulate.command_line.job_line import job_of
+    from megatron_prism.emulate.jobs import recipe_job, script_job
 
     with tempfile.TemporaryDirectory() as folder:
         slices = Path(folder) / "slices"

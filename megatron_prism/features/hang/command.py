@@ -42,7 +42,7 @@ from megatron_prism.core.messages import progress
 
 if TYPE_CHECKING:
     from megatron_prism.core.fault_plan import Fault
-    from megatron_prism.emulate.script_job import Job
+    from megatron_prism.emulate.jobs.script_job import Job
     from megatron_prism.features.hang.dumps import DumpSet
     from megatron_prism.features.hang.planting import PlantedFaults
     from megatron_prism.features.hang.verdict import Diagnosis
@@ -259,7 +259,7 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
 
 def _of_script(args: argparse.Namespace, dumps: DumpSet, path: Path, is_captured: bool) -> Job:
     """The job of a script's command line; captured into ``path`` unless it is there."""
-    from megatron_prism.emulate import script_job
+    from megatron_prism.emulate.jobs import script_job
     from megatron_prism.features.hang import confirm
 
     job = confirm.script_job(args.job, args.ours, dumps)
@@ -276,7 +276,7 @@ def _of_recipe(named_job: _NamedJob, path: Path, is_captured: bool) -> Job | Non
     It is captured into ``path``, on the recipe's own tier, unless it is there.
     """
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import recipe_job
+    from megatron_prism.emulate.jobs import recipe_job
 
     settings = named_job.settings
     if "recipe" not in settings:

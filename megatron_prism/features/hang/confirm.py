@@ -22,9 +22,9 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Programs, load
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.units import counted
-from megatron_prism.emulate import options as flags
-from megatron_prism.emulate import workers
-from megatron_prism.emulate.script_job import Job
+from megatron_prism.emulate.command_line import options as flags
+from megatron_prism.emulate.jobs.script_job import Job
+from megatron_prism.emulate.processes import workers
 
 if TYPE_CHECKING:
     from megatron_prism.features.hang.calls import Entry

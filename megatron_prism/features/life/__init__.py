@@ -1,7 +1,7 @@
 """The life of a process as parts: start, model, optimizer, loading, steps, evaluation, saving.
 
-Megatron's own code runs each part on tier meta; emulate/monitor.py names them (PARTS), and slices
-keep the most that is allocated in each.
+Megatron's own code runs each part on tier meta; emulate/rank/monitor.py names them (PARTS), and
+slices keep the most that is allocated in each.
 
 flags.py     --prism-life: a capture also loads, evaluates and saves
 ending.py    the job's end behind the captured iteration

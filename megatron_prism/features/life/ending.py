@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate.command_line import job_arguments
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run
+    from megatron_prism.emulate.rank.session import Run
 
 
 class EndOfLife(TrainingListener):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_prism.emulate.job_flags import (
+from megatron_prism.emulate.command_line.job_flags import (
     AttachOrder,
     FeatureOptions,
     JobFlags,
@@ -14,7 +14,7 @@ from megatron_prism.emulate.job_flags import (
 )
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.rank.session import Run, Session
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.job_flags import AttachOrder, JobFlags, ParsedFlags, value
+from megatron_prism.emulate.command_line.job_flags import AttachOrder, JobFlags, ParsedFlags, value
 from megatron_prism.features.pacing.options import PaceOptions
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.rank.session import Run, Session
 
 
 def read_options(parsed: ParsedFlags) -> PaceOptions | None:

@@ -25,9 +25,10 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import format_ranks
-from megatron_prism.emulate import nvlink_keepalive, script_job
-from megatron_prism.emulate.capture import source_of
-from megatron_prism.emulate.script_job import Job
+from megatron_prism.emulate.capture import nvlink_keepalive
+from megatron_prism.emulate.capture.capture import source_of
+from megatron_prism.emulate.jobs import script_job
+from megatron_prism.emulate.jobs.script_job import Job
 from megatron_prism.replay import whatif
 from megatron_prism.replay.answer_times import AnswerTimes, build_answer_times
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from torch import distributed as dist
 
     from megatron_prism.core.world import World
-    from megatron_prism.emulate.options import Options
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.command_line.options import Options
+    from megatron_prism.emulate.rank.session import Run, Session
     from megatron_prism.features.pacing.options import PaceOptions
     from megatron_prism.features.pacing.pacer import PacedCall
     from megatron_prism.runtime.virtual_world import VirtualWorld

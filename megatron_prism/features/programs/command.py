@@ -64,8 +64,8 @@ def capture(args: argparse.Namespace) -> Answer:
     out: Path = args.out
     talk = console(stderr=args.json)
     if args.job:
-        from megatron_prism.emulate import script_job
-        from megatron_prism.emulate.estimate import Estimator
+        from megatron_prism.emulate.jobs import script_job
+        from megatron_prism.emulate.jobs.estimate import Estimator
 
         script, *own_arguments = args.job
         words = [*args.ours, *own_arguments]
@@ -81,7 +81,7 @@ def capture(args: argparse.Namespace) -> Answer:
         line = [*args.given, *args.line]
     else:
         from megatron_prism.core import recipe as recipes
-        from megatron_prism.emulate import recipe_job
+        from megatron_prism.emulate.jobs import recipe_job
 
         recipe = recipes.load(args.recipe, args.settings)
         recipe_job.capture(recipe, out, force=args.force, console=talk)
@@ -114,7 +114,7 @@ def _refuse_capture(args: argparse.Namespace) -> None:
 
 def _check_job(args: argparse.Namespace) -> Answer:
     """Answer what stops the job of a launch line, before any rank runs."""
-    from megatron_prism.emulate import script_job
+    from megatron_prism.emulate.jobs import script_job
 
     refuse((not args.line, "--check is of a launch line", "prism capture --check torchrun …"))
     # an obstacle of the line leaves no job to look at

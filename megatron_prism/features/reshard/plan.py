@@ -13,7 +13,7 @@ from typing import cast
 
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.world import World
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.processes.workers import Json
 from megatron_prism.features.reshard.metadata import Checkpoint
 
 MISSING, OTHER_SHAPE, RESIZED, OTHER_TYPE = "missing", "other shape", "resized", "other type"

@@ -10,14 +10,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import exit_status, workers
 from megatron_prism.emulate.patches import planned_reads
 from megatron_prism.emulate.patches.planned_reads import PlannedRead
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.rank import exit_status
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run, Session
-    from megatron_prism.emulate.workers import Json
+    from megatron_prism.emulate.processes.workers import Json
+    from megatron_prism.emulate.rank.session import Run, Session
 
 
 class PlanTeller(TrainingListener):

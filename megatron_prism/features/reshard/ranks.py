@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import World
-from megatron_prism.emulate import options as job_options
-from megatron_prism.emulate import workers
+from megatron_prism.emulate.command_line import options as job_options
+from megatron_prism.emulate.processes import workers
 from megatron_prism.features.reshard.metadata import read_checkpoint, stage
 from megatron_prism.features.reshard.plan import Reshard, combine
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_prism.emulate.workers import Json
+    from megatron_prism.emulate.processes.workers import Json
 
 FEW_RANKS = 8  # of a job whose ranks are all planned
 _MOST_RANKS = 64  # of a larger one

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.launch_line import read_line
-from megatron_prism.emulate.script_options import ScriptOptions
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.command_line.launch_line import read_line
+from megatron_prism.emulate.command_line.script_options import ScriptOptions
+from megatron_prism.emulate.processes.workers import Json
 from megatron_prism.features.scripts import batch_script
 from megatron_prism.features.scripts.execution import Execution
 

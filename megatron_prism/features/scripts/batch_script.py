@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.launch_line import BATCH, numbers, split_options
+from megatron_prism.emulate.command_line.launch_line import BATCH, numbers, split_options
 
 _DIRECTIVE = re.compile(
     r"^#\s?(SBATCH|PBS|BSUB|PJM|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE

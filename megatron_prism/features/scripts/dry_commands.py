@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_prism.emulate.launch_line import (
+from megatron_prism.emulate.command_line.launch_line import (
     BATCH,
     BY_NAME,
     SUBMIT,

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import megatron_prism
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.script_options import ScriptOptions
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.command_line.script_options import ScriptOptions
+from megatron_prism.emulate.processes.workers import Json
 from megatron_prism.features.scripts import batch_script, confine, dry_commands
 from megatron_prism.features.scripts.attempts import Attempts, same_job
 from megatron_prism.features.scripts.execution import Execution, read_notes

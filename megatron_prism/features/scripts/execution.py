@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.messages import progress
 from megatron_prism.core.units import counted
-from megatron_prism.emulate.workers import Json, die_with_parent
+from megatron_prism.emulate.processes.workers import Json, die_with_parent
 from megatron_prism.features.scripts import confine
 
 _MISSING = re.compile(r"(\S+): No such file or directory")

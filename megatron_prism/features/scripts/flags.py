@@ -1,6 +1,6 @@
-"""Flags of launch scripts, which the launch line's reader (``emulate.job_line``) asks for."""
+"""Flags of launch scripts, which the launch line's reader (``job_line``) asks for."""
 
-from megatron_prism.emulate.job_flags import JobFlags, switch, value
+from megatron_prism.emulate.command_line.job_flags import JobFlags, switch, value
 
 JOB_FLAGS = (
     JobFlags(

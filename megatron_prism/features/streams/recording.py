@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import distributed as dist
     from torch._ops import OpOverload
 
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.rank.session import Run, Session
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup

@@ -116,7 +116,7 @@ def _write_timelines(ranking: Sweep, page: Path) -> dict[str, str]:
 
 
 def _script(args: argparse.Namespace) -> Script:
-    from megatron_prism.emulate.options import from_command_line, split
+    from megatron_prism.emulate.command_line.options import from_command_line, split
     from megatron_prism.features.sweep.space import Script
 
     script, *words = args.job

@@ -34,7 +34,7 @@ from megatron_prism.core.program import Program, Programs, load
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.slices import WHAT_IF, assemble
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.workers import die_with_parent
+from megatron_prism.emulate.processes.workers import die_with_parent
 from megatron_prism.features.predict.predict import predict
 from megatron_prism.features.sweep.layout import JobLayout
 from megatron_prism.features.sweep.recipe_server import CaptureServer

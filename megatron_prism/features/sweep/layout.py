@@ -20,10 +20,11 @@ from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
 from megatron_prism.core.world import World
-from megatron_prism.emulate import options, script_job
-from megatron_prism.emulate.few_microbatches import fewest
-from megatron_prism.emulate.job_arguments import text_of
-from megatron_prism.emulate.recipe_job import source_of
+from megatron_prism.emulate.capture.few_microbatches import fewest
+from megatron_prism.emulate.command_line import options
+from megatron_prism.emulate.command_line.job_arguments import text_of
+from megatron_prism.emulate.jobs import script_job
+from megatron_prism.emulate.jobs.recipe_job import source_of
 from megatron_prism.features.sweep.recipe_server import CaptureServer
 
 _MANY = 8  # times as many microbatches as stages: the schedule has shown its period twice

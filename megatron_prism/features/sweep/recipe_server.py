@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore
-from megatron_prism.emulate import exit_status
-from megatron_prism.emulate.workers import die_with_parent
+from megatron_prism.emulate.processes.workers import die_with_parent
+from megatron_prism.emulate.rank import exit_status
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.recipe_script import RankJob
+    from megatron_prism.emulate.jobs.recipe_script import RankJob
     from megatron_prism.runtime.recorder.repeats import Sections
 
 # what Megatron imports besides its own modules: most of the time that its import takes
@@ -127,8 +127,8 @@ class CaptureServer:
 # -- in the server --------------------------------------------------------------------------------
 def _serve(requests: Connection) -> None:
     """Answer every request, until there are no more."""
-    from megatron_prism.emulate import recipe_script  # noqa: F401 - what children share
-    from megatron_prism.emulate.session import Session
+    from megatron_prism.emulate.jobs import recipe_script  # noqa: F401 - what children share
+    from megatron_prism.emulate.rank.session import Session
     from megatron_prism.runtime import devices
     from megatron_prism.runtime.recorder import recorder  # noqa: F401
 
@@ -187,8 +187,8 @@ def _jobs(
 
 
 def _capture(recipe: Recipe, rank: int, folder: Path) -> None:
-    from megatron_prism.emulate import recipe_script
-    from megatron_prism.emulate.session import Session
+    from megatron_prism.emulate.jobs import recipe_script
+    from megatron_prism.emulate.rank.session import Session
 
     recipe_script.run(Session(), recipe, rank, folder)
 
@@ -203,8 +203,9 @@ def _repeat(
     """Record iterations of which what repeats itself is written down again; False where nothing
     does.
     """
-    from megatron_prism.emulate import capture, recipe_script
-    from megatron_prism.emulate.session import Session
+    from megatron_prism.emulate.capture import capture
+    from megatron_prism.emulate.jobs import recipe_script
+    from megatron_prism.emulate.rank.session import Session
     from megatron_prism.runtime.recorder.recorder import Recorder, report_to
     from megatron_prism.runtime.recorder.repeats import NotRepeatedError, Repeats
     from megatron_prism.runtime.virtual_world import current
@@ -282,8 +283,8 @@ def _check(
 ) -> list[str]:
     from importlib.util import find_spec
 
-    from megatron_prism.emulate import recipe_script
-    from megatron_prism.emulate.session import Session
+    from megatron_prism.emulate.jobs import recipe_script
+    from megatron_prism.emulate.rank.session import Session
 
     if not recipes:
         sys.path.insert(0, os.path.dirname(os.path.abspath(command_lines[0][0])))
@@ -313,7 +314,7 @@ def _validate(words: Sequence[str], world_size: int) -> None:
 
 def _refusal(run: Callable[[], object]) -> str:
     """What ``run()`` refuses, "" if nothing."""
-    from megatron_prism.emulate.recipe_script import refusals
+    from megatron_prism.emulate.jobs.recipe_script import refusals
 
     stderr = io.StringIO()
     try:

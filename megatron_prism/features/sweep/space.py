@@ -21,7 +21,7 @@ from megatron_prism.core import foreign
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.recipe import Recipe, option_of
-from megatron_prism.emulate.options import value_of
+from megatron_prism.emulate.command_line.options import value_of
 from megatron_prism.features.sweep.layout import (
     JobLayout,
     RecipeLayout,

@@ -86,7 +86,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def line_of(prism_flags: Sequence[str], job: Sequence[str], python: str = sys.executable) -> Line:
     """A job of our flags and of a script with its arguments."""
-    from megatron_prism.emulate import options
+    from megatron_prism.emulate.command_line import options
     from megatron_prism.features.verify.verdict import Line
 
     flags, megatron_words = options.split(list(job[1:]))
@@ -109,7 +109,7 @@ def line_of(prism_flags: Sequence[str], job: Sequence[str], python: str = sys.ex
 
 def _other(text: str, line: Line, args: argparse.Namespace) -> Line:
     """Another line with a script, or flags for the end of this one."""
-    from megatron_prism.emulate.job_line import job_of
+    from megatron_prism.emulate.command_line.job_line import job_of
 
     words = shlex.split(text)
     if not any(word.endswith(".py") for word in words):

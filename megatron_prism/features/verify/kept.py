@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.processes.workers import Json
 
 COUNTED = "counted"  # how often an element is in a call of the gradient norm's function
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of optimizers: Adam's, and SGD's and Muon's

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
-from megatron_prism.emulate.workers import Json, die_with_parent
+from megatron_prism.emulate.processes.workers import Json, die_with_parent
 from megatron_prism.features.verify import shrink
 from megatron_prism.features.verify.shrink import SmallRun
 
@@ -182,8 +182,9 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
 
     if run.precise:  # before whatever else keeps a dtype
         wide_floats.widen()
-    from megatron_prism.emulate import launch, patch
-    from megatron_prism.emulate.monitor import TrainingMonitor
+    from megatron_prism.emulate import patch
+    from megatron_prism.emulate.rank import launch
+    from megatron_prism.emulate.rank.monitor import TrainingMonitor
     from megatron_prism.features.verify.record import StepRecorder, patches_of
 
     size = run.world.size

@@ -25,7 +25,7 @@ import torch
 from megatron_prism.emulate.checkpoint_names import sharded_state
 from megatron_prism.emulate.patch import Original, PatchContext, Patches
 from megatron_prism.emulate.patches.startup import megatron_args
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.processes.workers import Json
 from megatron_prism.features.verify import shrink
 from megatron_prism.features.verify.compare import LAST_BIT
 from megatron_prism.features.verify.kept import COUNTED, STATES

@@ -20,7 +20,7 @@ import numpy as np
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
-# copies between GPUs, which keep links awake (``emulate/nvlink_keepalive.py``): not the job's
+# copies between GPUs, which keep links awake (emulate/capture/nvlink_keepalive.py): not the job's
 _PEER_COPY = "PtoP"
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do

@@ -17,7 +17,7 @@ from megatron_prism.core.errors import HangError, UnsupportedError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs, save
 from megatron_prism.core.world import World
-from megatron_prism.emulate import options as flags
+from megatron_prism.emulate.command_line import options as flags
 from megatron_prism.features.faults.call_guard import CallGuard, ProgramPeers
 from megatron_prism.features.faults.options import FaultOptions
 from megatron_prism.features.pacing.options import PaceOptions

@@ -17,7 +17,7 @@ from megatron_prism.core.ops import BEGUN
 from megatron_prism.core.program import save
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import SliceStore
-from megatron_prism.emulate import recipe_job
+from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.features.fit import command as fit_command
 from megatron_prism.features.fit.fit import TriedChange
 

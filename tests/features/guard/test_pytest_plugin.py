@@ -7,7 +7,7 @@ import pytest
 
 # inner runs drop what they import, and with it the names in annotations that are looked up late
 import megatron_prism.core.recipe  # noqa: F401
-import megatron_prism.emulate.recipe_job  # noqa: F401
+import megatron_prism.emulate.jobs.recipe_job  # noqa: F401
 import megatron_prism.features.guard.baseline
 import megatron_prism.features.guard.command
 import megatron_prism.features.guard.pytest_plugin  # noqa: F401
@@ -218,7 +218,7 @@ def test_a_job_is_captured_once_for_all_tests_and_after_the_baseline_is_read(
 ):
     from megatron_prism.core.program import save
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.emulate import recipe_job, script_job
+    from megatron_prism.emulate.jobs import recipe_job, script_job
     from megatron_prism.features.guard import pytest_plugin
 
     taken = []

@@ -20,8 +20,8 @@ from megatron_prism.core.fault_plan import parse
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
 from megatron_prism.core.program import Program
 from megatron_prism.core.world import World
-from megatron_prism.emulate import options
-from megatron_prism.emulate.session import Run
+from megatron_prism.emulate.command_line import options
+from megatron_prism.emulate.rank.session import Run
 from megatron_prism.features.debugger import debugger
 from megatron_prism.features.debugger.debugger import Breakpoint
 from megatron_prism.features.debugger.options import StopOptions

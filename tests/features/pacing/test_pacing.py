@@ -24,7 +24,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import options as flags
+from megatron_prism.emulate.command_line import options as flags
 from megatron_prism.features.pacing import pace, shared_memory
 from megatron_prism.features.pacing import pacer as pace_report
 from megatron_prism.features.pacing.options import PaceOptions

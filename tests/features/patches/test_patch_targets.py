@@ -13,8 +13,8 @@ from megatron_prism.core import megatron_source
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks, patch
-from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patches import PATCHES, without_cuda
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_prism.core import messages
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import job_line
-from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.emulate.command_line import job_line
+from megatron_prism.emulate.preflight.obstacles import Obstacles
 from megatron_prism.features.scripts import batch_script, confine
 from megatron_prism.features.scripts.dry_commands import rewritten
 

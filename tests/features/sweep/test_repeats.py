@@ -14,8 +14,9 @@ from helpers.programs import without_host
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.program import load
 from megatron_prism.core.slices import SliceStore
-from megatron_prism.emulate import capture, workers
-from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.emulate.capture import capture
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 from megatron_prism.features.sweep import recipe_server
 from megatron_prism.features.sweep.recipe_server import CaptureServer
 from megatron_prism.runtime.devices.moe_dispatch import ExpertLoads

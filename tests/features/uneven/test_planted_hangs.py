@@ -15,7 +15,7 @@ from helpers import forks
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
-from megatron_prism.emulate import recipe_job
+from megatron_prism.emulate.jobs import recipe_job
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.ci]

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks
-from megatron_prism.emulate.device_memory import MemoryWatch
-from megatron_prism.emulate.job_flags import Section
-from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.options import Options
+from megatron_prism.emulate.command_line.job_flags import Section
+from megatron_prism.emulate.command_line.options import Options
+from megatron_prism.emulate.rank.device_memory import MemoryWatch
+from megatron_prism.emulate.rank.monitor import TrainingMonitor
 from megatron_prism.runtime.devices import Tier
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
 

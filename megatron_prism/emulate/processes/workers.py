@@ -27,7 +27,7 @@ from megatron_prism.core.messages import progress
 from megatron_prism.core.slices import WORLD, assemble
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
-from megatron_prism.emulate.rank_template import (
+from megatron_prism.emulate.processes.rank_template import (
     ForkedRank,
     RankTemplate,
     can_fork,

@@ -28,7 +28,7 @@ from megatron_prism.runtime.recorder.owners import CallSites
 from megatron_prism.runtime.virtual_world import TrafficCounter
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.options import Options
+    from megatron_prism.emulate.command_line.options import Options
 
 
 def take_device_memory(num_bytes: int) -> None:

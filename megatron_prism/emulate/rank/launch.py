@@ -27,18 +27,19 @@ from megatron_prism.core.files import claimed
 from megatron_prism.core.megatron_source import TESTED, UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
-from megatron_prism.emulate import exit_status, launchers
-from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.job_flags import AttachOrder
-from megatron_prism.emulate.job_line import job_of
-from megatron_prism.emulate.launch_line import split_line
-from megatron_prism.emulate.options import cuda_max_connections, without_engine
-from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.command_line import launchers
+from megatron_prism.emulate.command_line import options as flags
+from megatron_prism.emulate.command_line.job_flags import AttachOrder
+from megatron_prism.emulate.command_line.job_line import job_of
+from megatron_prism.emulate.command_line.launch_line import split_line
+from megatron_prism.emulate.command_line.options import cuda_max_connections, without_engine
+from megatron_prism.emulate.rank import exit_status
+from megatron_prism.emulate.rank.session import Session
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.patch import PatchContext
-    from megatron_prism.emulate.session import Run
+    from megatron_prism.emulate.rank.monitor import TrainingMonitor
+    from megatron_prism.emulate.rank.session import Run
     from megatron_prism.runtime.virtual_world import VirtualWorld
 
 _attached = False
@@ -132,7 +133,7 @@ def _capture_one_by_one(options: flags.Options) -> None:
     """Nothing trains in this process: its script runs once for every rank, as a worker."""
     from rich.console import Console
 
-    from megatron_prism.emulate import script_job
+    from megatron_prism.emulate.jobs import script_job
 
     assert options.capture is not None, "options that are captured one by one"
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -187,7 +188,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     Raises UsageError for a tier that this host lacks, two local ranks on one device, or an artefact
     folder that exists.
     """
-    from megatron_prism.emulate import monitor, summary
+    from megatron_prism.emulate.rank import monitor, summary
 
     if not options.verbose:
         _quieten(session)
@@ -238,10 +239,10 @@ def _loads_own_layout(run: Run) -> bool:
 # Parts of core that a run has where one of these options asks for them.  ``add_to(run, session)``
 # of the module adds listeners, places to write and checks.
 _CORE_PARTS = (
-    (AttachOrder.OUTPUT, "summary", ("out",)),
-    (AttachOrder.RECORDING, "recording", ("record", "recorded")),
-    (AttachOrder.DEVICE_MEMORY, "device_memory", ("memory", "reserve_nccl")),
-    (AttachOrder.CAPTURE, "capture", ("capture",)),
+    (AttachOrder.OUTPUT, "rank.summary", ("out",)),
+    (AttachOrder.RECORDING, "rank.recording", ("record", "recorded")),
+    (AttachOrder.DEVICE_MEMORY, "rank.device_memory", ("memory", "reserve_nccl")),
+    (AttachOrder.CAPTURE, "capture.capture", ("capture",)),
 )
 
 
@@ -261,8 +262,8 @@ def _attach_parts(run: Run, session: Session) -> None:
 
 def build_run(options: flags.Options, session: Session) -> Run:
     """Prepare tier, environment and listeners for ``options``; raises as ``attach``."""
-    from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.session import Run
+    from megatron_prism.emulate.rank.monitor import TrainingMonitor
+    from megatron_prism.emulate.rank.session import Run
     from megatron_prism.runtime import devices as tiers
     from megatron_prism.runtime.values import Values
 
@@ -294,7 +295,7 @@ def build_run(options: flags.Options, session: Session) -> Run:
 
 def _attach_rank(run: Run, session: Session) -> None:
     """Attach what the options of this process's rank ask for, and claim what it will write."""
-    from megatron_prism.emulate import summary
+    from megatron_prism.emulate.rank import summary
 
     run.monitor.who = f"rank {run.options.rank} ({summary.coordinates(run.options)})"
     _attach_parts(run, session)
@@ -310,7 +311,9 @@ def _becoming(run: Run, session: Session) -> Callable[[list[str], int], None] | 
         on the rank: what features and other options ask for, programs without Megatron's
         arguments, recipes.
     """
-    from megatron_prism.emulate import job_arguments, rank_server, short_job
+    from megatron_prism.emulate.command_line import job_arguments
+    from megatron_prism.emulate.jobs import short_job
+    from megatron_prism.emulate.processes import rank_server
 
     if not rank_server.starts_job():
         return None
@@ -334,7 +337,9 @@ def _become(
         argv: ``sys.argv`` of the rank.
         periods: of layers that a chunk of the job gets; 0: all.
     """
-    from megatron_prism.emulate import job_arguments, short_job, summary
+    from megatron_prism.emulate.command_line import job_arguments
+    from megatron_prism.emulate.jobs import short_job
+    from megatron_prism.emulate.rank import summary
 
     options = flags.from_command_line(argv[1:])
     assert options is not None, "the job's start was emulated, too"
@@ -366,7 +371,9 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     """Bring the virtual world of ``run`` up in this process."""
     import torch
 
-    from megatron_prism.emulate import first_look, job_arguments, rank_server
+    from megatron_prism.emulate.command_line import job_arguments
+    from megatron_prism.emulate.preflight import first_look
+    from megatron_prism.emulate.processes import rank_server
     from megatron_prism.runtime.values import Values
     from megatron_prism.runtime.virtual_world import VirtualWorld, start, stop
 

@@ -1,8 +1,8 @@
 """The process behind a ``RankTemplate``: it forks a rank for every request.
 
-``python -m megatron_prism.emulate.rank_server`` imports what every rank imports.  A fork runs what
-``python -m megatron_prism …`` runs, as a rank of its own; Megatron is imported by the rank, behind
-the patches.
+``python -m megatron_prism.emulate.processes.rank_server`` imports what every rank imports.
+A fork runs what ``python -m megatron_prism …`` runs, as a rank of its own; Megatron is imported by
+the rank, behind the patches.
 
 Ranks of one stock job share more: the fork of the first request (the *job's start*) imports
 Megatron and has it read and validate the job's arguments.  There, in front of anything that
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from megatron_prism.emulate.rank_template import MOST_BYTES, die_with_parent
+from megatron_prism.emulate.processes.rank_template import MOST_BYTES, die_with_parent
 
 _REAP_S = 0.05  # between two looks for ranks that have ended
 _TAKES_OVER = b"t"  # what the job's start tells the process that forked it
@@ -270,7 +270,7 @@ def _redirect(request: _Request, *, closes: bool = True) -> None:
 
 def _refuse_periods(request: _Request) -> None:
     """End a rank with few layers that is no fork of a job's start, where layers are chosen."""
-    from megatron_prism.emulate import exit_status
+    from megatron_prism.emulate.rank import exit_status
 
     if request.periods:
         exit_status.end_without_estimate("every rank of this job starts by itself")
@@ -289,5 +289,5 @@ def _run_rank(request: _Request, *, starts_job: bool = False) -> None:
 
 if __name__ == "__main__":
     # a rank that imports this module by its name gets this one
-    sys.modules["megatron_prism.emulate.rank_server"] = sys.modules["__main__"]
+    sys.modules["megatron_prism.emulate.processes.rank_server"] = sys.modules["__main__"]
     _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

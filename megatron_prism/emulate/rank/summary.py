@@ -19,11 +19,13 @@ from megatron_prism.core.files import artefact_folder, check_free
 from megatron_prism.core.megatron_source import engine_version
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World
-from megatron_prism.emulate import exit_status, job_arguments, workers
-from megatron_prism.emulate.monitor import PARTS
-from megatron_prism.emulate.options import Options, feature_flags
-from megatron_prism.emulate.session import Run, Session
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.command_line import job_arguments
+from megatron_prism.emulate.command_line.options import Options, feature_flags
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.processes.workers import Json
+from megatron_prism.emulate.rank import exit_status
+from megatron_prism.emulate.rank.monitor import PARTS
+from megatron_prism.emulate.rank.session import Run, Session
 from megatron_prism.memory import allocator, blocks, estimates, nccl_buffers
 from megatron_prism.runtime.listeners import TrainingListener
 
@@ -235,7 +237,7 @@ class Reporter(TrainingListener):
 
     def _nccl(self, device: str) -> tuple[int | None, str]:
         """(bytes that NCCL would take for this rank's communicators, the provenance of that)."""
-        from megatron_prism.emulate.device_memory import connected_by
+        from megatron_prism.emulate.rank.device_memory import connected_by
         from megatron_prism.runtime.virtual_world import current
 
         world = current()

@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import options, stand_ins
-from megatron_prism.emulate.obstacles import Obstacles
-from megatron_prism.emulate.path_map import PathMap
+from megatron_prism.emulate.command_line import options
+from megatron_prism.emulate.command_line.path_map import PathMap
+from megatron_prism.emulate.preflight import stand_ins
+from megatron_prism.emulate.preflight.obstacles import Obstacles
 
 LIMIT_S = 20.0  # a script that has not started its job until then waits for something
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron_prism.core.files import artefact_folder
 from megatron_prism.core.slices import WORLD
-from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate.command_line import job_arguments
 
 _FILE = ".captured"
 _FORMAT = 1

@@ -46,24 +46,24 @@ from megatron_prism.core.slices import (
 )
 from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import World
-from megatron_prism.emulate import (
-    exit_status,
+from megatron_prism.emulate.capture import (
     few_microbatches,
-    job_arguments,
     kept_capture,
     nvlink_keepalive,
     part_blocks,
-    recipe_job,
-    workers,
 )
+from megatron_prism.emulate.command_line import job_arguments
+from megatron_prism.emulate.jobs import recipe_job
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.rank import exit_status
 from megatron_prism.memory import part_peaks, peaks, routing
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.session import Run, Session
-    from megatron_prism.emulate.workers import Emit
+    from megatron_prism.emulate.processes.workers import Emit
+    from megatron_prism.emulate.rank.session import Run, Session
     from megatron_prism.runtime.recorder.measurements import Recording
     from megatron_prism.runtime.recorder.owners import Models
 
@@ -572,7 +572,7 @@ class StockCapture(TrainingListener):
 
     def _measure_host(self) -> None:
         """A host's speed changes within seconds: it is measured beside what it is to explain."""
-        from megatron_prism.emulate import host_benchmark  # needs torch
+        from megatron_prism.emulate.capture import host_benchmark  # needs torch
 
         if len(self._hosts) < _HOSTS:
             self._hosts.append(host_benchmark.measure(HOST_S).index)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.slices import assemble
 from megatron_prism.core.units import format_bytes, format_change, format_ns
-from megatron_prism.emulate.workers import Json, RankTask
+from megatron_prism.emulate.processes.workers import Json, RankTask
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -52,7 +52,7 @@ def report(error: PrismError) -> None:
 def tell_parent(error: PrismError) -> None:
     """Hand ``error`` to whoever started this process as a worker, if one did."""
     if "PRISM_WORKER_EVENTS" in os.environ:
-        from megatron_prism.emulate import workers
+        from megatron_prism.emulate.processes import workers
 
         if (emit := workers.emitter()) is not None:
             emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
@@ -63,7 +63,7 @@ def end_without_estimate(reason: str) -> NoReturn:
 
     No check is asked about its end: the job itself goes on in other workers.
     """
-    from megatron_prism.emulate import workers
+    from megatron_prism.emulate.processes import workers
 
     emit = workers.emitter()
     assert emit is not None, "few layers run in workers alone"
@@ -117,7 +117,7 @@ def emulation_is_expected() -> bool:
 
 def _never_attached() -> NotTrainedError | None:
     """The error of a script that used neither Megatron nor a process group."""
-    attached = "megatron_prism.emulate.launch" in sys.modules  # the monitor has the verdict
+    attached = "megatron_prism.emulate.rank.launch" in sys.modules  # the monitor has the verdict
     if attached or trained_below() or is_worker():
         return None
     return NotTrainedError(
@@ -153,7 +153,7 @@ def _missing_module(name: str) -> PrismError:
     pydantic; 0.19 has an extra for them).
     """
     # parsing files is no part of the start of a job that has its modules
-    from megatron_prism.emulate.missing_modules import missing_packages
+    from megatron_prism.emulate.preflight.missing_modules import missing_packages
 
     parent, _, child = name.partition(".")
     parents = [parent]

@@ -1,7 +1,7 @@
 """The script of a recipe: the smallest training loop over megatron-core.
 
-``prism run -- -m megatron_prism.emulate.recipe_script NAME flag=value …`` starts it like a user's
-script.  Model, DDP and optimizer are built of the recipe's flags that are fields of their
+``prism run -- -m megatron_prism.emulate.jobs.recipe_script NAME flag=value …`` starts it like
+a user's script.  Model, DDP and optimizer are built of the recipe's flags that are fields of their
 configurations, and Megatron's scheduler drives them.  What ``megatron.training``, which the wheel
 of 0.16.1 lacks, does around them is here with its place there.
 """
@@ -35,14 +35,17 @@ from megatron_prism.core import code_files, job_settings
 from megatron_prism.core.errors import NotTrainedError, RecipeError, UnsupportedError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.recipe import FIELD, Recipe
-from megatron_prism.emulate import capture, job_arguments, launch, options, workers
-from megatron_prism.emulate.session import Session
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.capture import capture
+from megatron_prism.emulate.command_line import job_arguments, options
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.processes.workers import Json
+from megatron_prism.emulate.rank import launch
+from megatron_prism.emulate.rank.session import Session
 from megatron_prism.memory import estimates
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.session import Run
+    from megatron_prism.emulate.rank.monitor import TrainingMonitor
+    from megatron_prism.emulate.rank.session import Run
     from megatron_prism.runtime.devices import Tier
     from megatron_prism.runtime.virtual_world import TrafficCounter
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.emulate.preflight.obstacles import Obstacles
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:

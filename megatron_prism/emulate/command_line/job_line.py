@@ -20,11 +20,11 @@ from megatron_prism.core import feature
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.units import counted
-from megatron_prism.emulate import options
-from megatron_prism.emulate.launch_line import LaunchLine, read_line
-from megatron_prism.emulate.obstacles import Obstacles
-from megatron_prism.emulate.path_map import PathMap
-from megatron_prism.emulate.script_options import ScriptOptions
+from megatron_prism.emulate.command_line import options
+from megatron_prism.emulate.command_line.launch_line import LaunchLine, read_line
+from megatron_prism.emulate.command_line.path_map import PathMap
+from megatron_prism.emulate.command_line.script_options import ScriptOptions
+from megatron_prism.emulate.preflight.obstacles import Obstacles
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")  # of megatron.core.package_info
 _DEEPEST = 4  # scripts that are submitted, one by the other

@@ -36,13 +36,13 @@ from torch.optim.optimizer import (
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.world import World
-from megatron_prism.emulate.device_memory import explain
+from megatron_prism.emulate.rank.device_memory import explain
 from megatron_prism.memory.saved_bytes import SavedBytes
 from megatron_prism.runtime.listeners import CallListener, TrainingListener, overriding
 from megatron_prism.runtime.recorder.repeats import Repeats
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.options import Options
+    from megatron_prism.emulate.command_line.options import Options
 
 # by these a step leaves work to others, or runs beside one
 _BEYOND = ("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")

@@ -22,7 +22,7 @@ from megatron_prism.core.errors import UsageError, WorldError, did_you_mean, ref
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
-from megatron_prism.emulate.job_flags import (
+from megatron_prism.emulate.command_line.job_flags import (
     AskedFeature,
     FeatureOptions,
     JobFlags,
@@ -31,7 +31,7 @@ from megatron_prism.emulate.job_flags import (
     switch,
     value,
 )
-from megatron_prism.emulate.launchers import number_in, processes, processes_here
+from megatron_prism.emulate.command_line.launchers import number_in, processes, processes_here
 
 FeatureOptionsT = TypeVar("FeatureOptionsT", bound=FeatureOptions)
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 from unittest import mock
 
 from megatron_prism.core.errors import UsageError, did_you_mean
-from megatron_prism.emulate import stand_ins
-from megatron_prism.emulate.obstacles import Obstacle, ObstaclesError
+from megatron_prism.emulate.preflight import stand_ins
+from megatron_prism.emulate.preflight.obstacles import Obstacle, ObstaclesError
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.first_look import FirstLook
+    from megatron_prism.emulate.preflight.first_look import FirstLook
 
 IGNORE = "--prism-ignore-unknown"
 _MOST_REFUSALS = 40  # of one command line

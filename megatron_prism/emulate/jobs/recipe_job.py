@@ -30,9 +30,11 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES
-from megatron_prism.emulate import job_arguments, script_job, workers
-from megatron_prism.emulate.script_job import Job
-from megatron_prism.emulate.workers import Json
+from megatron_prism.emulate.command_line import job_arguments
+from megatron_prism.emulate.jobs import script_job
+from megatron_prism.emulate.jobs.script_job import Job
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.processes.workers import Json
 from megatron_prism.memory.recipe_bound import memory_bound
 
 
@@ -142,7 +144,7 @@ def _communication(summaries: Sequence[Json], console: Console) -> None:
     console.print("\n".join(["", head, *columns(rows, left=3), ""]))
 
 
-SCRIPT = "megatron_prism.emulate.recipe_script"
+SCRIPT = "megatron_prism.emulate.jobs.recipe_script"
 FORMAT = 1  # version of summary.json
 
 

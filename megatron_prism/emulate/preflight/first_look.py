@@ -20,8 +20,9 @@ from pathlib import Path
 from types import FunctionType
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import exit_status, workers
-from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.emulate.preflight.obstacles import Obstacles
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.rank import exit_status
 
 CHECK = "--prism-check"
 UNEVEN_STAGES = (  # arguments with which stages have unequal numbers of layers

@@ -1,9 +1,9 @@
 """A process that has imported what every rank imports, and forks one for each rank.
 
-``RankTemplate`` starts ``python -m megatron_prism.emulate.rank_server``, which imports torch and
-what Megatron imports of others, and then waits.  A request is the command line of a rank with the
-files that the rank writes to; the answer is the rank's process number, and later its status.
-Without a GPU only: CUDA does not survive a fork.
+``RankTemplate`` starts ``python -m megatron_prism.emulate.processes.rank_server``, which imports
+torch and what Megatron imports of others, and then waits.  A request is the command line of a rank
+with the files that the rank writes to; the answer is the rank's process number, and later its
+status.  Without a GPU only: CUDA does not survive a fork.
 
 Requests and answers are JSON, one in a packet.
 """
@@ -26,14 +26,14 @@ SHARED_MODULES = (
     "torch.distributed._tensor",
     "torch.distributed.fsdp",
     "torch.utils.cpp_extension",
-    "megatron_prism.emulate.launch",
-    "megatron_prism.emulate.capture",
+    "megatron_prism.emulate.rank.launch",
+    "megatron_prism.emulate.capture.capture",
     "megatron_prism.emulate.patches",
     "megatron_prism.runtime.recorder.recorder",
 )
 MOST_BYTES = 1 << 20  # of a packet
 _END_S = 0.5  # that a template has for its end
-_SERVER = "megatron_prism.emulate.rank_server"
+_SERVER = "megatron_prism.emulate.processes.rank_server"
 
 
 class ForkedRank:

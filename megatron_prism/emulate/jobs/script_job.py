@@ -27,14 +27,17 @@ from megatron_prism.core.program import save
 from megatron_prism.core.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
-from megatron_prism.emulate import estimate, first_look, kept_capture, workers
-from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.obstacles import Obstacles
+from megatron_prism.emulate.capture import kept_capture
+from megatron_prism.emulate.command_line import options as flags
+from megatron_prism.emulate.jobs import estimate
+from megatron_prism.emulate.preflight import first_look
+from megatron_prism.emulate.preflight.obstacles import Obstacles
+from megatron_prism.emulate.processes import workers
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_prism.emulate.estimate import Estimator
+    from megatron_prism.emulate.jobs.estimate import Estimator
 
 _LAYOUT = ("tp", "cp", "dp", "pp", "ep", "etp")  # parallel sizes of a world
 _CHECKING = "Megatron reads the job's arguments"

@@ -1,7 +1,7 @@
 """Flags of a job that a feature adds: what argparse reads, and what the flags turn on.
 
-A feature's ``flags.py`` has ``JOB_FLAGS``, rows of ``JobFlags``.  ``emulate.options`` reads the
-flags of all features beside its own, ``emulate.launch`` attaches what was asked for.
+A feature's ``flags.py`` has ``JOB_FLAGS``, rows of ``JobFlags``.  ``options.py`` reads the flags of
+all features beside its own, ``emulate.rank.launch`` attaches what was asked for.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import counted
-from megatron_prism.emulate import exit_status, options
-from megatron_prism.emulate.launch_line import BY_NAME, LaunchLine, read_line
+from megatron_prism.emulate.command_line import options
+from megatron_prism.emulate.command_line.launch_line import BY_NAME, LaunchLine, read_line
+from megatron_prism.emulate.rank import exit_status
 
 _ALL_LOCAL = ("record", "fault", "fault_plan", "world")  # uses of a job whose ranks are all real
 

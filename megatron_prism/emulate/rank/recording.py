@@ -13,8 +13,8 @@ from megatron_prism.core.files import check_writable
 from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.options import Options
-    from megatron_prism.emulate.session import Run, Session
+    from megatron_prism.emulate.command_line.options import Options
+    from megatron_prism.emulate.rank.session import Run, Session
 
 
 def add_to(run: Run, session: Session) -> None:
