@@ -27,7 +27,7 @@ def run(tmp_path, code, *words, script=True):
 
 
 TRAINS = """
-from megatron_prism.emulate import exit_status, session
+from megatron_prism.emulate.rank import exit_status, session
 exit_status.at_good_end(lambda: None, session.Session().changes)
 exit_status.trained()
 """
@@ -65,7 +65,7 @@ def test_only_a_job_that_would_end_well_is_judged(tmp_path, code, status):
         (STARTS.format("sum(range(10 ** 8))"), 1),  # worked for long, and trained nothing
         (STARTS.format(TRAINS), 0),
         (STARTS.format(ATTACH + STARTS.format(TRAINS)), 0),
-        ("if os.fork() == 0:\n from megatron_prism.emulate import exit_status\n"
+        ("if os.fork() == 0:\n from megatron_prism.emulate.rank import exit_status\n"
          " exit_status.trained(); os._exit(0)\nos.wait()", 0),
     ],
 )  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_trained_script_ends_well(verdict):
 
 
 ATTACHED = """
-from megatron_prism.emulate import exit_status, monitor, launch, session
+from megatron_prism.emulate.rank import exit_status, monitor, launch, session
 launch._arrange_verdict(m := monitor.TrainingMonitor(), session.Session())
 """
 

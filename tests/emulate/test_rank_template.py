@@ -100,7 +100,7 @@ emit('result', result={'rank': rank, 'again': os.environ['AGAIN']})
 
 STARTED = """
 import socket
-from megatron_prism.emulate import rank_server
+from megatron_prism.emulate.processes import rank_server
 before = os.getpid()
 rank_server.fork_ranks({become})
 emit('result', result={{'rank': rank, 'words': sys.argv, 'began': before, 'process': os.getpid()}})
@@ -134,7 +134,8 @@ def test_a_rank_that_ends_without_an_estimate_is_not_judged_as_a_job(program, be
     """A job that has started and not trained would else be an error."""
     watched = f"""
 from megatron_prism.core.errors import NotTrainedError
-from megatron_prism.emulate import exit_status, workers
+from megatron_prism.emulate.processes import workers
+from megatron_prism.emulate.rank import exit_status
 from megatron_prism.emulate.rank.session import Session
 exit_status.at_good_end(lambda: NotTrainedError("it did not train"), Session().changes)
 {STARTED.format(become=become)}"""

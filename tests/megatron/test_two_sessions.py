@@ -18,7 +18,7 @@ import torch._dynamo
 import torch.utils.data
 from torch import distributed as dist
 from megatron_prism.core import recipe
-from megatron_prism.emulate import recipe_script
+from megatron_prism.emulate.jobs import recipe_script
 from megatron_prism.emulate.rank.session import Session
 
 OWNERS = {

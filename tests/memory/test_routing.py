@@ -169,7 +169,8 @@ RUN = """
 import sys
 from pathlib import Path
 from megatron_prism.core import recipe as recipes
-from megatron_prism.emulate import capture, recipe_script
+from megatron_prism.emulate.capture import capture
+from megatron_prism.emulate.jobs import recipe_script
 from megatron_prism.emulate.rank.session import Session
 from megatron_prism.runtime.devices.moe_dispatch import loads
 
