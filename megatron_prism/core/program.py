@@ -544,6 +544,15 @@ class Programs:
             raise ProgramError(f"the stage of rank {rank} has no slice", fix=fix)
         return self.programs[index]
 
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of an iteration; 0 if no op names one."""
+        last_microbatch = -1
+        for program in self.programs:
+            last_of_program = int(program.ops["microbatch"].max(initial=-1))
+            last_microbatch = max(last_microbatch, last_of_program)
+        return last_microbatch + 1
+
     def ranks_of(self, index: int) -> np.ndarray:
         """Return the ranks that run program ``index``, ascending, int64 [n]."""
         return np.flatnonzero(self.program_of == index)

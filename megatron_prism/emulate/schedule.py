@@ -40,7 +40,7 @@ from megatron_prism.emulate.schedule_tape import (
     replace_combined,
     tape_group,
 )
-from megatron_prism.replay import microbatches as other
+from megatron_prism.replay.microbatches import change
 
 _lock = threading.Lock()  # what is replaced are module globals
 
@@ -156,7 +156,7 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
         ProgramError: the captured order is not that of Megatron's scheduler, or a kind of step that
             ``wanted`` microbatches have was not captured.
     """
-    return other.with_microbatches(programs, wanted, schedules)
+    return change.with_microbatches(programs, wanted, schedules)
 
 
 def _stage(config: TransformerConfig, stage: int, microbatches: int) -> Program:

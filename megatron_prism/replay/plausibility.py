@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.replay.microbatches import microbatch_count, starts_of_forwards
+from megatron_prism.replay.microbatches.cut import starts_of_forwards
 from megatron_prism.replay.timeline import Timeline
 
 _MOST_STRAY = 0.2  # part of what a captured microbatch takes
@@ -32,7 +32,7 @@ def check_plausible(after: Timeline, before: Timeline | None = None) -> None:
     if not reason:
         return
     raise PrismError(
-        f"a fault of ours: {microbatch_count(programs)} microbatches of {programs.world} would "
+        f"a fault of ours: {programs.num_microbatches} microbatches of {programs.world} would "
         f"take {reason}",
         fix="capture the job with these sizes, and report these slices",
     )
@@ -57,8 +57,8 @@ def _above_peak(timeline: Timeline) -> str:
 
 def _stray_microbatches(after: Timeline, before: Timeline) -> str:
     """Say what a microbatch takes that is not captured, where that strays; "" where it does not."""
-    num_after = microbatch_count(after.graph.programs)
-    num_before = microbatch_count(before.graph.programs)
+    num_after = after.graph.programs.num_microbatches
+    num_before = before.graph.programs.num_microbatches
     num_further = num_after - num_before
     if not num_further:
         return ""

@@ -6,7 +6,6 @@ from helpers.needs import TRAINING
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.slices import open_programs
-from megatron_prism.replay.microbatches import microbatch_count
 
 pytestmark = [pytest.mark.megatron, TRAINING]
 
@@ -208,4 +207,4 @@ def test_a_framework_of_its_own_is_captured_with_few_microbatches(tmp_path, monk
     world = whole.world
     assert (world.size, world.tp, world.pp, [one.rank for one in whole.programs]) == (
         8, 2, 2, [0, 4])  # fmt: skip
-    assert microbatch_count(whole) == 32
+    assert whole.num_microbatches == 32

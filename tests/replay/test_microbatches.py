@@ -12,7 +12,7 @@ from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.graph import world_graph
-from megatron_prism.replay.microbatches import fewest_microbatches
+from megatron_prism.replay.microbatches.order import fewest_microbatches
 from megatron_prism.replay.plausibility import check_plausible
 
 schedule = pytest.importorskip("megatron_prism.emulate.schedule")

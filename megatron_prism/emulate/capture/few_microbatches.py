@@ -81,7 +81,7 @@ def _fewest(
     schedule: tuple[tuple[str, Any], ...],
 ) -> int:
     from megatron_prism.emulate.schedule import schedules  # Megatron, seconds to import
-    from megatron_prism.replay.microbatches import fewest_microbatches
+    from megatron_prism.replay.microbatches.order import fewest_microbatches
 
     return fewest_microbatches(pp, vpp, wanted, schedules, stages, **dict(schedule))
 
@@ -93,11 +93,10 @@ def of_all(
     ProgramError if it does not follow from ``program``, which has few.
     """
     from megatron_prism.emulate.schedule import with_microbatches
-    from megatron_prism.replay.microbatches import microbatch_count
 
     everyone = np.zeros(world.size, dtype=np.int32)
     captured = Programs(world, (program,), everyone, source=source)
-    count = microbatch_count(captured)
+    count = captured.num_microbatches
     with_all = with_microbatches(captured, wanted)
     source_of_all = dict(with_all.source)
     # nobody has asked for another number

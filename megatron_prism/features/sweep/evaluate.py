@@ -42,7 +42,6 @@ from megatron_prism.features.sweep.space import SweepPoint
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.blocks import expected_reserved, reserved
 from megatron_prism.memory.peaks import known_peak, peak
-from megatron_prism.replay.microbatches import microbatch_count
 from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.replicas import with_data_parallel
@@ -339,7 +338,7 @@ def _whole(family: Path, base: JobLayout) -> Path:
 
 def _changed(programs: Programs, layout: JobLayout) -> Programs:
     """Programs with the replicas and microbatches of ``layout``; ProgramError if they cannot."""
-    if microbatch_count(programs) != layout.num_microbatches:
+    if programs.num_microbatches != layout.num_microbatches:
         from megatron_prism.emulate.schedule import with_microbatches  # Megatron, seconds to import
 
         programs = with_microbatches(programs, layout.num_microbatches)

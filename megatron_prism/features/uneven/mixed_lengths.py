@@ -26,7 +26,6 @@ from megatron_prism.core.errors import ProgramError, UnsupportedError
 from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.features.uneven.between_lengths import op_between
-from megatron_prism.replay.microbatches import microbatch_count
 
 # settings that follow from the length
 _OF_LENGTH = (
@@ -87,7 +86,7 @@ class LengthCaptures:
             _check_same_job(captured, other)
             self.by_length[length] = other
         self._readable: dict[int, list[Op]] = {}  # by id of a captured program
-        self.microbatches = microbatch_count(captured)
+        self.microbatches = captured.num_microbatches
         self.lengths_vary = settings.get("variable_seq_lengths", "").lower() == "true"
         world = captured.world
         if world.pp > 1 and world.chunks > 1:

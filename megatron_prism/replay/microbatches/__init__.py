@@ -9,9 +9,3 @@ says which captured piece stands for each wanted one, ``arrangement`` joins the 
 their ops new handles and batches, ``memory`` and ``history`` do so for storages, and ``change`` is
 the whole.
 """
-
-from megatron_prism.replay.microbatches.change import microbatch_count, with_microbatches
-from megatron_prism.replay.microbatches.cut import starts_of_forwards
-from megatron_prism.replay.microbatches.order import fewest_microbatches
-
-__all__ = ["fewest_microbatches", "microbatch_count", "starts_of_forwards", "with_microbatches"]

@@ -25,15 +25,6 @@ _MOST_OPS = 1 << 25  # 4 GB
 _MOST_STEPS = 1 << 20  # of the scheduler's own run, 5 us and 2 KB each
 
 
-def microbatch_count(programs: Programs) -> int:
-    """Count the microbatches of an iteration; 0 if the programs name none."""
-    last_microbatch = -1
-    for program in programs.programs:
-        last_of_program = int(program.ops["microbatch"].max(initial=-1))
-        last_microbatch = max(last_microbatch, last_of_program)
-    return last_microbatch + 1
-
-
 def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> Programs:
     """Make the world with another number of microbatches an iteration.
 
@@ -47,7 +38,7 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
         ProgramError: The captured order is not that of Megatron's scheduler, or a kind of step that
             ``wanted`` microbatches have was not captured.
     """
-    count = microbatch_count(programs)
+    count = programs.num_microbatches
     if wanted == count:
         return programs
     if not count:
