@@ -92,7 +92,7 @@ setup(
         "numpy>=1.26",
         "rich>=13",
         "megatron-core>=0.16.1,<0.21",
-        "numba>=0.61",  # loops over large world graphs (replay/loops.py); 55 MB
+        "numba>=0.61",  # loops over large world graphs (graph/loops.py); 55 MB
         "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
         "PyYAML>=6",
         "einops>=0.8",  # hybrid models of Megatron import it; 0.06 MB, no dependencies

@@ -7,8 +7,8 @@ sittings of ``results/h200_x*``, good ones and bad ones), jobs of one GPU's slic
 of other days (``ELSEWHERE``), and jobs without any GPU: published ones, and those of
 ``kept``, whose slices are stored.  Those of the others are not, so their graphs cannot be
 evaluated again: an iteration is ``predicted + max(device, host) - max(device, host)`` of the
-slowest rank, with the same ranges (``replay.interval``) on the device's and the host's time of its
-captures.
+slowest rank, with the same ranges (``replay.uncertainty.interval``) on the device's and the host's
+time of its captures.
 What is not stored is left out (calls, overlap), which makes these intervals narrower than the
 printed ones.  Where a sitting kept no host's time, the share of the prediction that other sittings
 of the same job have is taken (``host of``).
@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.accuracy import kept as kept_slices
 from benchmarks.report import RESULTS, Row, finish
-from megatron_prism.replay.interval import (
+from megatron_prism.replay.uncertainty.interval import (
     CLOCKS,
     HOST_FACTOR,
     RANGES,

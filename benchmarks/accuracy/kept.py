@@ -32,8 +32,8 @@ import megatron_prism as prism
 from benchmarks.report import RESULTS
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.replay.costs.host_index import REFERENCE, HostIndex
-from megatron_prism.replay.differences import UncertainTime, of_sources
-from megatron_prism.replay.interval import interval
+from megatron_prism.replay.uncertainty.differences import UncertainTime, of_sources
+from megatron_prism.replay.uncertainty.interval import interval
 
 FASTER = 0.6  # index of NVIDIA's faster hosts, of which the model of the host's time is
 CAPTURED, WITHOUT_GPU = RESULTS / "captured.json.gz", RESULTS / "without_gpu.json.gz"

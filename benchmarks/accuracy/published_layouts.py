@@ -26,7 +26,7 @@ from megatron_prism.features.sweep.evaluate import SweepSettings, timeline_of
 from megatron_prism.features.sweep.layout import RecipeLayout
 from megatron_prism.features.sweep.space import parse_axes, point_of
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.replay.differences import UncertainTime, drawn, estimate
+from megatron_prism.replay.uncertainty.differences import UncertainTime, drawn, estimate
 
 
 def predicted(

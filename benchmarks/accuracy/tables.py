@@ -37,7 +37,7 @@ from megatron_prism.features.predict.distributions import fit
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, read
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.replay.differences import UncertainTime, drawn
+from megatron_prism.replay.uncertainty.differences import UncertainTime, drawn
 
 
 def stored(name: str) -> Any:

@@ -60,7 +60,7 @@ def estimate_note(
 
 def timeline_note(folder: str, timeline: Timeline) -> str:
     """Return the same of an answer that is a timeline of the slices in ``folder``."""
-    from megatron_prism.replay.headline import headline
+    from megatron_prism.replay.uncertainty.headline import headline
 
     first = headline(timeline)
     return estimate_note(Path(folder), first.assumes, first.iteration_ns)

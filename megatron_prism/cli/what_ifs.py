@@ -107,8 +107,8 @@ def machine_note(programs: Programs, machine: str | None) -> str:
 
 def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -> PricedGraph:
     """The programs with the what-ifs; ``how``: other arguments of ``price``."""
-    from megatron_prism.replay.plausibility import check_plausible
     from megatron_prism.replay.priced_graph import WhatIf, price
+    from megatron_prism.replay.uncertainty.plausibility import check_plausible
 
     settings = arguments.read(words, _READERS, command, several=_SEVERAL)
     wanted = settings.pop("microbatches", None)

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Builder, Program
-from megatron_prism.replay.message_buffers import FORWARD, GRADIENT, OUTPUT, RECEIVED
+from megatron_prism.replay.microbatches.message_buffers import FORWARD, GRADIENT, OUTPUT, RECEIVED
 from megatron_prism.runtime.recorder.recorder import _nearest
 
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"

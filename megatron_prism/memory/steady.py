@@ -31,7 +31,7 @@ DRAWS = 24
 MOST_ROWS = 1_000_000  # of all draws together: some 5 s on an idle host
 _FEWEST_DRAWS, _FEWEST_ITERATIONS = 3, 2  # of programs that are longer
 # of the logarithm of a host's speed, from one iteration to the next: the index of one host was 1.38
-# and 1.02 within five minutes (replay/interval.py)
+# and 1.02 within five minutes (replay/uncertainty/interval.py)
 _DEVIATION_OF_ITERATIONS = 0.1
 
 Row = tuple[int, ...]  # storage, bytes, stream, launches so far

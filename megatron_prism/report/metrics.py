@@ -17,11 +17,11 @@ from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.costs.host import host_spread
-from megatron_prism.replay.headline import Headline, headline
-from megatron_prism.replay.interval import Uncertainty, answers_by_host, interval
 from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.rates import Value, rates_of
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.replay.uncertainty.headline import Headline, headline
+from megatron_prism.replay.uncertainty.interval import Uncertainty, answers_by_host, interval
 
 HOST_PART = "host: "  # what begins so is a host that issues work
 
@@ -254,7 +254,8 @@ class Metrics:
         source: Where the programs are from.
         iteration_ns: As replayed.
         headline: What to say first: one number, or a range over hosts.
-        low_ns: Where the iteration of the real job is expected to begin (``replay.interval``).
+        low_ns: Where the iteration of the real job is expected to begin
+            (``replay.uncertainty.interval``).
         high_ns: Where it is expected to end.
         uncertainties: What the two are made of, the largest first.
         links: That calls share, the busiest first; none if nobody shares any.

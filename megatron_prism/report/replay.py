@@ -22,9 +22,9 @@ from megatron_prism.core.slices import OF_RANKS
 from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.memory.peaks import module_of
 from megatron_prism.replay.costs.host import MODELLED
-from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.rates import Value
 from megatron_prism.replay.timeline import Timeline, mean_parts
+from megatron_prism.replay.uncertainty.interval import Uncertainty
 from megatron_prism.report import words
 from megatron_prism.report.chrome_trace import render_timeline
 from megatron_prism.report.memory import largest, timeline_memory

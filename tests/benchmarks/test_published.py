@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism.replay.interval import RANGES
+from megatron_prism.replay.uncertainty.interval import RANGES
 
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / "benchmarks/results/published_h100.json").read_text("utf-8"))["rows"]

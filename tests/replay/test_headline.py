@@ -14,8 +14,8 @@ from megatron_prism.replay.costs.measured_hosts import (
     HostKind,
     indices_of_kind,
 )
-from megatron_prism.replay.differences import UncertainTime
-from megatron_prism.replay.headline import HostAnswer, _range, headline, over_hosts
+from megatron_prism.replay.uncertainty.differences import UncertainTime
+from megatron_prism.replay.uncertainty.headline import HostAnswer, _range, headline, over_hosts
 
 # two groups at once, of two nodes, that may share each rank's NIC
 SHARED = """prism-program 1

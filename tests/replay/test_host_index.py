@@ -19,7 +19,7 @@ from megatron_prism.replay.costs.host_index import (
     HostIndex,
     read_host_index,
 )
-from megatron_prism.replay.interval import HOST_KNOWN
+from megatron_prism.replay.uncertainty.interval import HOST_KNOWN
 
 TWO = "prism-program 1\nworld size=2 pp=2\n"
 WAITS = "- compute ns=1ms host=10ms lead=1ms"

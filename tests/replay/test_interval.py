@@ -8,7 +8,7 @@ import pytest
 import megatron_prism as prism
 from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs.host import KERNEL_NS, MODELLED_INDEX
-from megatron_prism.replay.interval import (
+from megatron_prism.replay.uncertainty.interval import (
     HOST_FACTOR,
     HOST_MODEL,
     HOSTS,

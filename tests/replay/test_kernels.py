@@ -21,7 +21,7 @@ from megatron_prism.replay.costs.kernels import (
     parts_of,
 )
 from megatron_prism.replay.costs.machine import machine, machines
-from megatron_prism.replay.interval import RANGES
+from megatron_prism.replay.uncertainty.interval import RANGES
 
 ROWS = Path(__file__).parents[2] / "benchmarks/results/h200_segments.json"
 H200 = dataclasses.replace(machine("h200"), ops="")

@@ -13,7 +13,7 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program_text import dump, parse
 from megatron_prism.graph import world_graph
 from megatron_prism.replay.microbatches.order import fewest_microbatches
-from megatron_prism.replay.plausibility import check_plausible
+from megatron_prism.replay.uncertainty.plausibility import check_plausible
 
 schedule = pytest.importorskip("megatron_prism.emulate.schedule")
 

@@ -9,7 +9,7 @@ import megatron_prism as prism
 from benchmarks.report import RESULTS
 from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs.host import on_other_host
-from megatron_prism.replay.interval import interval
+from megatron_prism.replay.uncertainty.interval import interval
 
 RECORDED = json.loads((RESULTS / "h100_leads.json").read_text(encoding="utf-8"))
 

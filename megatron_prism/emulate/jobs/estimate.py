@@ -172,9 +172,9 @@ def estimated(
         PrismError: the worlds cannot be priced, or differ in more than their layers.
     """
     from megatron_prism.memory.job_peaks import peak_memory
-    from megatron_prism.replay.headline import headline
     from megatron_prism.replay.layers import iteration_of_layers
     from megatron_prism.replay.priced_graph import price
+    from megatron_prism.replay.uncertainty.headline import headline
 
     few_layers, more_layers, whole_layers = layers
     growth = (whole_layers - more_layers) / (more_layers - few_layers)

@@ -24,13 +24,13 @@ from megatron_prism.graph.difference import FirstDifference, difference, rows_of
 from megatron_prism.memory.job_peaks import MemoryReport, beside_tensors, needed, peak_memory
 from megatron_prism.memory.peak_changes import Change
 from megatron_prism.memory.peak_changes import compare as compare_peaks
-from megatron_prism.replay import differences
-from megatron_prism.replay.differences import TimeDifference, UncertainTime
-from megatron_prism.replay.headline import Headline, headline
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph
 from megatron_prism.replay.pricing import pricer
 from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
+from megatron_prism.replay.uncertainty import differences
+from megatron_prism.replay.uncertainty.differences import TimeDifference, UncertainTime
+from megatron_prism.replay.uncertainty.headline import Headline, headline
 
 Job = Programs | PricedGraph | MemoryReport
 JOB_TYPES = (Programs, PricedGraph, MemoryReport)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_prism.replay import differences
-from megatron_prism.replay.differences import UncertainTime
 from megatron_prism.replay.rates import cost_of_tokens, tokens_of
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.replay.uncertainty import differences
+from megatron_prism.replay.uncertainty.differences import UncertainTime
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from megatron_prism.memory.job_peaks import Draws, MemoryReport, first_program, 
 from megatron_prism.memory.nccl_buffers import DEFAULT
 from megatron_prism.replay.costs.kernels import OpTable, parts_of, table_of
 from megatron_prism.replay.costs.machine import Machine, usable_memory
-from megatron_prism.replay.headline import Headline, headline
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
 from megatron_prism.replay.timeline import durations_of
+from megatron_prism.replay.uncertainty.headline import Headline, headline
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _ROWS_OF_FIGURES = steady.MOST_ROWS // 4  # requests of all draws of a class with much to spare

@@ -14,8 +14,8 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program
 from megatron_prism.memory.host_lead import OpTimes
 from megatron_prism.replay.costs.host import indices_of
-from megatron_prism.replay.interval import HOST_MODEL, HOSTS
 from megatron_prism.replay.priced_graph import PricedGraph
+from megatron_prism.replay.uncertainty.interval import HOST_MODEL, HOSTS
 
 _DEVIATIONS = 1.645  # of a normal law, to each side of nine in ten
 _SAME_NS = 1000  # a segment that begins so soon behind its launch has waited for the host

@@ -30,8 +30,6 @@ from megatron_prism.features.predict.variability import (
     is_timed,
 )
 from megatron_prism.features.predict.variability import read_variability as shipped
-from megatron_prism.replay.interval import interval
-from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import (
     CalibrationLike,
     MachineLike,
@@ -39,6 +37,8 @@ from megatron_prism.replay.priced_graph import (
     WhatIf,
     price,
 )
+from megatron_prism.replay.uncertainty.interval import interval
+from megatron_prism.replay.uncertainty.plausibility import check_plausible
 
 QUANTILES = (0.05, 0.5, 0.95, 0.99)
 FEWEST = 100
@@ -61,8 +61,8 @@ class Prediction:
 
     Attributes:
         steady: ns without any variation, as ``replay`` has it.
-        steady_low: Where that may begin on the job's machine (``replay.interval``): all quantiles
-            move with it.
+        steady_low: Where that may begin on the job's machine (``replay.uncertainty.interval``): all
+            quantiles move with it.
         steady_high: Where that may end.
         replicas: Independent copies of the model.
         samples: Iterations of the whole world that were drawn.

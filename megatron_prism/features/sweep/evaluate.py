@@ -42,10 +42,10 @@ from megatron_prism.features.sweep.space import SweepPoint
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.blocks import expected_reserved, reserved
 from megatron_prism.memory.peaks import known_peak, peak
-from megatron_prism.replay.plausibility import check_plausible
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.replicas import with_data_parallel
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.replay.uncertainty.plausibility import check_plausible
 
 FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON

@@ -41,10 +41,10 @@ from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.recipe_bound import memory_bound
 from megatron_prism.replay.costs.machine import default_machine, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
-from megatron_prism.replay.differences import standings
-from megatron_prism.replay.headline import over_hosts
 from megatron_prism.replay.rates import cost_of_tokens
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.replay.uncertainty.differences import standings
+from megatron_prism.replay.uncertainty.headline import over_hosts
 
 MEGATRON, MEMORY = "Megatron's checks", "memory bound"
 _AT_ONCE = 64  # recipes of a request

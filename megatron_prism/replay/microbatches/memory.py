@@ -18,9 +18,9 @@ from typing import cast
 
 import numpy as np
 
-from megatron_prism.replay.message_buffers import MessageBuffers, PlacedSchedule
 from megatron_prism.replay.microbatches.arrangement import Arrangement
 from megatron_prism.replay.microbatches.cut import Cut, Kind, Member
+from megatron_prism.replay.microbatches.message_buffers import MessageBuffers, PlacedSchedule
 from megatron_prism.replay.microbatches.storages import MemoryChanges, NewStorages
 
 

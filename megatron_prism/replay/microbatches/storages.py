@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.replay.message_buffers import NEVER
 from megatron_prism.replay.microbatches.cut import Kind
+from megatron_prism.replay.microbatches.message_buffers import NEVER
 
 
 @dataclass(frozen=True)

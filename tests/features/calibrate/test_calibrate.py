@@ -16,8 +16,8 @@ from megatron_prism.features.calibrate import calibrate
 from megatron_prism.features.predict.sampler import Sampler
 from megatron_prism.features.predict.variability import Variability, call_spread
 from megatron_prism.replay.costs.collectives import read_calibration
-from megatron_prism.replay.interval import interval
 from megatron_prism.replay.priced_graph import price, replay
+from megatron_prism.replay.uncertainty.interval import interval
 
 TP, DP = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP"
 STILL = Variability("still", 0.0, 0.0, 0.0, 0.0, "")

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.accuracy.tables import kendall_tau
 from megatron_prism.features.sweep import sweep as rank
-from megatron_prism.replay.differences import (
+from megatron_prism.replay.uncertainty.differences import (
     TimeDifference,
     UncertainTime,
     difference,

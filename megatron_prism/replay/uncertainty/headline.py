@@ -19,9 +19,9 @@ from megatron_prism.core.units import NS, format_ns
 from megatron_prism.replay.costs.host import MODELLED_INDEX, indices_of
 from megatron_prism.replay.costs.machine import named_in
 from megatron_prism.replay.costs.measured_hosts import MEASURED_HOSTS, HostKind, indices_of_kind
-from megatron_prism.replay.differences import UncertainTime, of_sources
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.replay.variations import Variations
+from megatron_prism.replay.uncertainty.differences import UncertainTime, of_sources
+from megatron_prism.replay.uncertainty.variations import Variations
 from megatron_prism.replay.whatif import host_factors
 
 # of the iteration: from here on hosts make more of a difference than an answer is off without a GPU

@@ -28,7 +28,7 @@ from megatron_prism.replay.costs.host import host_spread, indices_of
 from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.overlap import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
-from megatron_prism.replay.variations import Variations
+from megatron_prism.replay.uncertainty.variations import Variations
 from megatron_prism.replay.whatif import host_factors
 
 

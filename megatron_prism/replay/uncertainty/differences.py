@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.replay.interval import interval
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.replay.uncertainty.interval import interval
 
 # of a source's deviation: the part that two jobs do not share.  Errors of jobs of one sitting that
 # are predicted by one table of kernels differ by about a third of its range (docs/measurements.md)
