@@ -13,6 +13,7 @@ attempts.py      what earlier attempts of a job printed, left out
 logs.py          what the job printed, as dumps and events
 fingerprints.py  whose call differs, by torch's own check
 ras.py           what NCCL's RAS reports
+dump_clocks.py   dumps of another attempt of the job, by their clocks
 consistency.py   dumps of another job or of another moment
 state.py         outstanding calls of every rank
 mismatch.py      ranks whose call differs from that of the members of its group

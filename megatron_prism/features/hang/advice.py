@@ -13,7 +13,7 @@ from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import waits
 from megatron_prism.features.hang.calls import Entry
-from megatron_prism.features.hang.consistency import EPOCH_NS
+from megatron_prism.features.hang.dump_clocks import EPOCH_NS
 from megatron_prism.features.hang.dumps import UNNAMED
 from megatron_prism.features.hang.logs import op_type
 from megatron_prism.features.hang.mismatch import is_batched

@@ -68,8 +68,9 @@ def _stands_still(observed: DumpSet) -> bool:
 
 def _begin(parted: consistency.ConsistentDumps) -> Judgement:
     """Begin with what was set apart; a rank that was started again is named only if no other is."""
-    stale, new = list(parted.stale.values()), list(parted.new.values())
-    evidence = stale[:_MAX_SHOWN] + new[:_MAX_SHOWN]
+    evidence: list[str] = []
+    for apart in (parted.of_other_attempts, parted.stale, parted.new):
+        evidence += list(apart.values())[:_MAX_SHOWN]
     return Judgement(parted, evidence, excused=set(parted.new))
 
 

@@ -26,14 +26,14 @@ import numpy as np
 
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks, ranks_text
-from megatron_prism.features.hang import waits
+from megatron_prism.features.hang import dump_clocks, waits
 from megatron_prism.features.hang.calls import CallPart, Launch
+from megatron_prism.features.hang.dump_clocks import EPOCH_NS, JOINT
 from megatron_prism.features.hang.dumps import Dump, DumpSet, Group
 from megatron_prism.features.hang.siblings import fewest_at_odds
 from megatron_prism.features.hang.state import CallKey, JobState, issue_order, key_of
 from megatron_prism.features.hang.verdict import Diagnosis
 
-_JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 # groups in which Megatron's iterations are joint: not the tensor-parallel ones, which broadcast
 _ROOTLESS = ("EXPERT_", "DATA_PARALLEL", "INTRA_", "MODEL_PARALLEL")
 _MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messages too
@@ -41,7 +41,6 @@ _AHEAD = 32
 _PART = 4  # of so many dumps one may be of another moment,
 _MOVED = 6  # or one that was not aborted
 _FEW, _EIGHT = 2, 8  # culprits that need nothing in common; and of so many ranks one
-EPOCH_NS = 10**18  # 2001: smaller numbers are counters, not clocks
 _SHARE = 10  # nothing is stuck before a tenth of its time-out is over
 _STILL = {"host stuck", "device stuck"}
 _MOVING = {*_STILL, "order", "skipped call", "extra call"}
@@ -59,6 +58,7 @@ class ConsistentDumps:
 
     Attributes:
         state: Of what can be judged.
+        of_other_attempts: Rank -> why its dump is of another attempt of the job.
         stale: Rank -> why its dump is of another moment.
         new: Rank -> that its dump has no call yet, though others went on: a rank that was started
             again leaves such a dump, and one that was written down before its first call.
@@ -68,6 +68,7 @@ class ConsistentDumps:
     """
 
     state: JobState
+    of_other_attempts: Mapping[int, str] = field(default_factory=dict)
     stale: Mapping[int, str] = field(default_factory=dict)
     new: Mapping[int, str] = field(default_factory=dict)
     strangers: str = ""
@@ -77,6 +78,20 @@ class ConsistentDumps:
 def consistent_dumps(observed: DumpSet) -> ConsistentDumps:
     """Find the dumps that belong together."""
     observed = _with_distinct_descriptions(_with_named_counters(observed))
+    old = dump_clocks.other_attempts(observed)
+    if not old:
+        return _of_one_attempt(observed)
+
+    # so many that nobody knows which attempt is asked about
+    if _PART * len(old) > len(observed.dumps):
+        text = f"the dumps of {ranks_text(sorted(old))} are of another attempt than the others"
+        return ConsistentDumps(JobState(observed), old, strangers=text)
+    parted = _of_one_attempt(_observed_without(observed, old))
+    return replace(parted, of_other_attempts=old)
+
+
+def _of_one_attempt(observed: DumpSet) -> ConsistentDumps:
+    """Find the dumps that belong together, of dumps of one attempt of the job."""
     state = JobState(observed)
 
     # a few ranks have other groups than the rest, in which nobody met: started with other sizes
@@ -115,7 +130,7 @@ def consistent_dumps(observed: DumpSet) -> ConsistentDumps:
         return ConsistentDumps(state, strangers=text)
     if moments.stale:
         state = _without(observed, {*apart, *moments.stale})
-    return ConsistentDumps(state, apart | moments.stale, moments.new)
+    return ConsistentDumps(state, stale=apart | moments.stale, new=moments.new)
 
 
 def _are_too_many(observed: DumpSet, apart: Collection[int], stale: Collection[int]) -> bool:
@@ -426,8 +441,13 @@ def _counts_collectives(state: JobState, group: Group) -> bool:
 
 def _without(observed: DumpSet, apart: Collection[int]) -> JobState:
     """Return the state of the job without the dumps of some ranks."""
+    return JobState(_observed_without(observed, apart))
+
+
+def _observed_without(observed: DumpSet, apart: Collection[int]) -> DumpSet:
+    """Return what was observed without the dumps of some ranks."""
     remaining = {rank: dump for rank, dump in observed.dumps.items() if rank not in apart}
-    return JobState(replace(observed, dumps=remaining))
+    return replace(observed, dumps=remaining)
 
 
 def _aborted(state: JobState) -> dict[int, str]:
@@ -457,7 +477,7 @@ def _first_joint_calls(state: JobState) -> dict[str, tuple[int, str]]:
     first_calls: dict[str, tuple[int, str]] = {}
     for outstanding in state.outstanding.values():
         for part, places in outstanding.parts_and_places:
-            if part.op in _JOINT:
+            if part.op in JOINT:
                 call = int(outstanding.seq[places].min()), part.op
                 first_calls[part.group] = min(call, first_calls.get(part.group, call))
     return first_calls
@@ -657,4 +677,4 @@ def _joint(state: JobState, name: str, first: int, last: int) -> bool:
     # no call is known: by what Megatron calls in such a group, or they are many
     if not op_of_call:
         return state.groups[name].desc.startswith(_ROOTLESS) or last - first >= _AHEAD
-    return any(op in _JOINT for op in op_of_call.values())
+    return any(op in JOINT for op in op_of_call.values())

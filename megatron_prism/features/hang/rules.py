@@ -473,7 +473,8 @@ def devices_that_never_started(judgement: Judgement) -> list[Culprit]:
 def ranks_without_dump(judgement: Judgement) -> list[Culprit]:
     """Find ranks without a dump at which waits end."""
     state = judgement.state
-    call_of_rank = waits.dead_ranks(state, judgement.parted.stale)
+    parted = judgement.parted
+    call_of_rank = waits.dead_ranks(state, {*parted.of_other_attempts, *parted.stale})
 
     # what these ranks printed may stand behind the end of a log that is cut off
     if state.observed.cut_log and state.has_logs:
