@@ -107,7 +107,7 @@ def test_the_folder_above_may_be_anywhere_on_the_path(environment):
 
 def test_what_is_imported_is_the_clone_and_its_recipes(environment):
     above, python = environment
-    code = "import megatron_prism; from megatron_prism.core import recipe; "
+    code = "import megatron_prism; from megatron_prism.core.jobs import recipe; "
     code += "print(megatron_prism.__file__, *sorted(recipe.shipped()))"
     file, *names = run(python, "-c", code, cwd=above)[-1].split()
     assert Path(file) == above / "megatron_prism" / "megatron_prism" / "__init__.py"

@@ -51,8 +51,8 @@ PACKAGES = {
     "megatron": ["emulate/patches/*", "emulate/jobs/recipe_*.py", "emulate/schedule*.py",
                  "emulate/command_line/job_arguments.py", "features/sweep/recipe_server.py",
                  "features/verify/record.py", "features/uneven/packed_data.py"],
-    "yaml": ["features/scripts/batch_script.py", "core/recipe.py", "core/foreign.py",
-             "core/fault_plan.py"],
+    "yaml": ["features/scripts/batch_script.py", "core/jobs/recipe.py", "core/foreign.py",
+             "core/programs/fault_plan.py"],
     # types of files, checked by core/foreign.py
     "msgspec": ["core/*", "replay/costs/*", "memory/*", "features/*"],
     "rich": ["cli/*", "report/*", "emulate/*", "features/*"],

@@ -30,9 +30,9 @@ import numpy as np
 
 import megatron_prism as prism
 from benchmarks.accuracy import kept
-from megatron_prism.core.ops import CODE, PHASE_NAMES, STEPS
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.programs.ops import CODE, PHASE_NAMES, STEPS
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.program_text import dump, parse
 from megatron_prism.replay.costs.host import MODELLED_INDEX
 from megatron_prism.runtime.recorder import python_calls
 

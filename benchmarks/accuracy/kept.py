@@ -30,7 +30,7 @@ from typing import Any
 
 import megatron_prism as prism
 from benchmarks.report import RESULTS
-from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.programs.program_text import dump, parse
 from megatron_prism.replay.costs.host_index import REFERENCE, HostIndex
 from megatron_prism.replay.uncertainty.differences import UncertainTime, of_sources
 from megatron_prism.replay.uncertainty.interval import interval

@@ -34,7 +34,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 import torch
 from torch.nn import functional
 
-from megatron_prism.core.megatron_source import engine_version
+from megatron_prism.core.jobs.megatron_source import engine_version
 
 SEQUENCE, BATCH, HIDDEN, HEADS, FFN, VOCABULARY, EXPERTS = 2048, 2, 1024, 8, 4096, 32768, 8
 FIGURES = ("forward", "forward_peak", "backward_peak", "left")

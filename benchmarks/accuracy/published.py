@@ -121,7 +121,7 @@ def model_flops(recipe: Any) -> float:
 
 def measure(job: Job, folder: Path) -> dict[str, Any]:
     """The row: published and predicted."""
-    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.jobs import recipe as recipes
 
     recipe = recipes.load(job.base, job.settings.split())
     flops, tried, places = model_flops(recipe), {}, {}

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.accuracy.tables import kendall_tau, signed, stored
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.features.sweep.evaluate import SweepSettings, timeline_of
 from megatron_prism.features.sweep.layout import RecipeLayout
 from megatron_prism.features.sweep.space import parse_axes, point_of

@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.program import Programs
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.memory.blocks import reserved
 from megatron_prism.memory.peaks import known_peak
 from megatron_prism.replay.priced_graph import replay

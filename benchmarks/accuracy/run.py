@@ -52,8 +52,8 @@ import megatron_prism as prism
 from benchmarks.accuracy.jobs import COMMON, EVERY, MORE, NUM_RANKS
 from benchmarks.report import commit, machine
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.gpu_state import GPU_CLOCK
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.gpu_state import GPU_CLOCK
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.runtime.recorder.gpu_clock import sampler
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 import megatron_prism as prism
-from megatron_prism.core import program
-from megatron_prism.core.ops import CODE, PHASE_NAMES
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.ops import CODE, PHASE_NAMES
+from megatron_prism.core.programs.program import Program
 from megatron_prism.replay.costs.kernels import parts_of, table_of
 from megatron_prism.replay.costs.machine import Machine, machine
 

@@ -29,7 +29,7 @@ import numpy as np
 
 import megatron_prism as prism
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.features.predict.distributions import needed
 from megatron_prism.features.predict.variability import fitted, read_variability
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration

@@ -46,7 +46,7 @@ MEMORY = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9"
 GRAPH = f"""
 import json, resource, sys, time
 start = time.perf_counter()
-from megatron_prism.core import program as prism
+from megatron_prism.core.programs import program as prism
 from megatron_prism.graph import world_graph as graph
 imported = time.perf_counter() - start
 assert "torch" not in sys.modules

@@ -47,7 +47,7 @@ WARM_UP = 3  # steps that are left out
 
 def recipe_of(length: int, iterations: int):
     """The job at a length."""
-    from megatron_prism.core import recipe
+    from megatron_prism.core.jobs import recipe
 
     words = [*WORDS, f"seq_length={length}", f"train_iters={iterations}"]
     return recipe.load("tiny-gpt_1cpu", words)
@@ -132,7 +132,7 @@ def capture_all(folder: Path) -> list[Path]:
 
 def expected(tokens: np.ndarray, places: list[Path]) -> np.ndarray:
     """Steps that captures let expect, s, float64 [iterations]."""
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.uneven.length_curves import make_curves
     from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
     from megatron_prism.features.uneven.samples import Batches

@@ -44,7 +44,7 @@ def emulate(args: argparse.Namespace) -> Answer:
     RECIPE is a YAML file or the name of a shipped recipe (prism recipes).  Prints, per stage,
     parameters, communication by group and the peak of live memory; -o keeps it all in a folder.
     """
-    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.jobs import recipe as recipes
 
     recipe = recipes.load(args.recipe, args.settings)
     out = args.out
@@ -60,7 +60,7 @@ def emulate(args: argparse.Namespace) -> Answer:
 
 def recipes(args: argparse.Namespace) -> Answer:
     """List the recipes that come with the package, one line each."""
-    from megatron_prism.core import recipe
+    from megatron_prism.core.jobs import recipe
 
     summaries = {name: recipe.summary(file) for name, file in recipe.shipped().items()}
     return Answer(

@@ -33,7 +33,6 @@ from megatron_prism.core import feature
 from megatron_prism.core.columns import folded
 from megatron_prism.core.errors import PrismError, UsageError, did_you_mean
 from megatron_prism.core.files import unwinding
-from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort, progress
 
 
@@ -304,6 +303,8 @@ def _overview() -> str:
 
 
 def _version() -> str:
+    from megatron_prism.core.jobs.megatron_source import UNKNOWN, megatron_release
+
     release = megatron_release()
     core = "no megatron-core" if release == UNKNOWN else f"megatron-core {release}"
     try:

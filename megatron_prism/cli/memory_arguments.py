@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.program import Programs
     from megatron_prism.memory.job_peaks import Draws
 
 

@@ -22,7 +22,7 @@ from megatron_prism.core.comparing import JobReader
 from megatron_prism.core.errors import UnitError, UnsupportedError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.program import Programs
     from megatron_prism.replay.priced_graph import PricedGraph
 
 
@@ -30,8 +30,8 @@ def open_job(path: str, partial: bool = False) -> Programs:
     """What is in ``path``, of some stages at least if ``partial``; a shipped recipe of that name is
     captured now, for this once.
     """
-    from megatron_prism.core import recipe
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.jobs import recipe
+    from megatron_prism.core.programs.slices import open_programs
 
     if os.path.exists(path) or path not in recipe.shipped():
         programs = open_programs(path, partial=partial)
@@ -78,7 +78,7 @@ def _warn_without_times(programs: Programs) -> None:
     """Say it where no segment says how long it takes or what it computes, as in programs by hand:
     what is added up then are calls and the shortest kernel.
     """
-    from megatron_prism.core.ops import CODE
+    from megatron_prism.core.programs.ops import CODE
 
     has_segments = has_work = False
     for program in programs.programs:

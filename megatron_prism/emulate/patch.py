@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.megatron_source import (
+from megatron_prism.core.jobs.megatron_source import (
     TESTED,
     Release,
     locate,

@@ -27,9 +27,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.jobs.megatron_source import megatron_release
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.emulate.schedule_tape import (
     ModuleProxy,

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.program import Builder, Program
+from megatron_prism.core.programs.program import Builder, Program
 from megatron_prism.replay.microbatches.message_buffers import FORWARD, GRADIENT, OUTPUT, RECEIVED
 from megatron_prism.runtime.recorder.recorder import _nearest
 

@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 
 from megatron_prism.core.groups import Membership, of_family, of_lists
-from megatron_prism.core.program import Program, Programs, Splits
+from megatron_prism.core.programs.program import Program, Programs, Splits
 
 
 @dataclass(frozen=True)

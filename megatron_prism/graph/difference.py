@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
 
 _EVENTS = frozenset({"record", "wait", "host_wait", "mark"})
 _FIELDS_OF_CALLS = ("dtype", "reduce", "num_in", "num_out", "peer", "root", "splits", "shape")

@@ -28,8 +28,8 @@ from functools import cached_property
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE, IS_CALL, IS_PAIR
+from megatron_prism.core.programs.program import Program
 from megatron_prism.graph import loops
 from megatron_prism.graph.world_graph import WorldGraph
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.groups import Membership
-from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_CALL, NAMES, REDUCE
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.program_text import format_op
+from megatron_prism.core.programs.ops import CODE, DTYPE_NAMES, IS_CALL, NAMES, REDUCE
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.program_text import format_op
 from megatron_prism.core.units import counted
 from megatron_prism.graph.classes import Classes
 

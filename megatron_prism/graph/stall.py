@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.core.groups import Membership
-from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR
-from megatron_prism.core.program import Program, Programs, Splits
+from megatron_prism.core.programs.ops import CODE, IS_CALL, IS_PAIR
+from megatron_prism.core.programs.program import Program, Programs, Splits
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import JOIN, MEET, build_issue_graph
 from megatron_prism.graph.matching import signature

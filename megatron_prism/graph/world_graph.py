@@ -16,8 +16,8 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.groups import Membership
-from megatron_prism.core.ops import CODE, IS_PAIR, NAMES
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import CODE, IS_PAIR, NAMES
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.units import counted
 from megatron_prism.graph.classes import Classes, memberships, partition
 from megatron_prism.graph.matching import Finding, check

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
-from megatron_prism.core.ops import EMPTIED, WAITED
+from megatron_prism.core.programs.ops import EMPTIED, WAITED
 
 MIB = 1 << 20
 ROUND = 512  # bytes that every size is a multiple of

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
 from megatron_prism.memory import allocator
 from megatron_prism.memory.peaks import HeldMemory, changes, holdings_at, op_at, site_of
 

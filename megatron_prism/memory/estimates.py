@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron_prism.core import job_settings
+from megatron_prism.core.jobs import job_settings
 
 _Settings = Mapping[str, str]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.ops import BEGUN, WAITED
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import BEGUN, WAITED
+from megatron_prism.core.programs.program import Program
 from megatron_prism.memory.allocator import AHEAD
 
 

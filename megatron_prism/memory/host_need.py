@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.program import Programs
-from megatron_prism.core.slices import HOST_MEMORY, WHAT_IF
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import HOST_MEMORY, WHAT_IF
 from megatron_prism.core.world import World
 
 _NODE = 8  # ranks of a host where nobody says how many

@@ -14,10 +14,11 @@ from typing import Annotated, TypedDict, cast
 import msgspec
 import numpy as np
 
-from megatron_prism.core import foreign, job_settings
+from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import CODED
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import CODED
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.classes import equal_programs

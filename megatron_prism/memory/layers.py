@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.program import Program
 
 
 def peak_of_layers(

@@ -29,8 +29,8 @@ import msgspec
 
 from megatron_prism.core import foreign
 from megatron_prism.core.groups import WORLD_GROUP, of_family, of_lists
-from megatron_prism.core.ops import IS_NCCL, IS_PAIR, ITEM_SIZE, NAMES
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.ops import IS_NCCL, IS_PAIR, ITEM_SIZE, NAMES
+from megatron_prism.core.programs.program import Programs
 
 FOLDER = Path(__file__).with_name("device_memory")
 DEFAULT = "h200"  # the calibration that counts until another device is measured, too

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron_prism.core.slices import ASSUMED_PARTS, MEMORY_PARTS, of_ranks
+from megatron_prism.core.programs.slices import ASSUMED_PARTS, MEMORY_PARTS, of_ranks
 
 _PARTS = re.compile(r"[a-z:_,\d]+")
 _PART = re.compile(r"([a-z_]+):(\d{1,16})(?:,|$)")

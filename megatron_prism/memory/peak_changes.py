@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.slices import OF_RANKS
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.slices import OF_RANKS
 from megatron_prism.core.units import counted
 from megatron_prism.memory.job_peaks import ClassMemoryFigures, MemoryReport, needed
 from megatron_prism.memory.peaks import KINDS

@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import BEGUN, PHASE_NAMES, TEXTS, Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import BEGUN, PHASE_NAMES, TEXTS, Op
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import AXES, World, format_ranks
 
 KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "graph", "work", "other")

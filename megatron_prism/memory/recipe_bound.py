@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_prism.core.recipe import Recipe
+    from megatron_prism.core.jobs.recipe import Recipe
 
 _LESS = re.compile(  # flags of what needs less
     "fp8|fp4|dtype|precision_aware|offload|moe_latent|variant|fsdp|_freq|saved_activations"

@@ -26,8 +26,8 @@ import numpy as np
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import CODED, STEPS
-from megatron_prism.core.program import Program, RepeatedEvents
+from megatron_prism.core.programs.ops import CODED, STEPS
+from megatron_prism.core.programs.program import Program, RepeatedEvents
 
 STEP = 16  # copies by which each call's loads differ in a probe: FP8 pads to no less
 _CALL = re.compile(r"route (\d{1,6})#(\d{1,9})")

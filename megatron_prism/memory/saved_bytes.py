@@ -13,8 +13,8 @@ from enum import Enum
 
 import numpy as np
 
-from megatron_prism.core.program import Programs
-from megatron_prism.core.slices import SAVED_BYTES, of_ranks
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import SAVED_BYTES, of_ranks
 from megatron_prism.core.world import World
 from megatron_prism.memory.host_need import most_of_a_node, resized_replicas
 

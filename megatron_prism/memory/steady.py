@@ -21,7 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.program import Program
 from megatron_prism.memory import allocator
 from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, cut_history, launch_times
 from megatron_prism.memory.peaks import changes, op_at, site_of

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.ops import NAMES
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import NAMES
+from megatron_prism.core.programs.program import Program
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.priced_graph import PricedGraph
 from megatron_prism.replay.timeline import durations_of

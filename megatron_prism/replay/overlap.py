@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs import Prices, relabelled
 from megatron_prism.replay.costs.collectives import ATTENTION, OverlapFactors

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_prism.core import job_settings
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import Programs
-from megatron_prism.core.slices import HOST_INDEX
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.collectives import BY_NAME
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import HOST_INDEX
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import whatif
 from megatron_prism.replay.costs import Prices, price_ops

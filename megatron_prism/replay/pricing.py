@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, PricedGraph, price
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.replay.costs.precision import precision_of
 from megatron_prism.replay.timeline import Timeline
 

@@ -15,12 +15,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from megatron_prism.core import shard
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.groups import WORLD_GROUP
-from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, SHARED
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.slices import renumbered
+from megatron_prism.core.programs import shard
+from megatron_prism.core.programs.ops import CODE, IS_PAIR, NAMES, SHARED
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.slices import renumbered
 from megatron_prism.core.world import World
 from megatron_prism.graph.classes import equal_programs, memberships, partition
 from megatron_prism.replay.costs.collectives import EXPERT_CALLS

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import CODE
+from megatron_prism.core.programs.ops import CODE
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.graph import loops
 from megatron_prism.graph.issue_graph import (

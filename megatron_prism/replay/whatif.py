@@ -20,9 +20,9 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
-from megatron_prism.core.ops import CODE, IS_CALL, NAMES
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.slices import WHAT_IF
+from megatron_prism.core.programs.ops import CODE, IS_CALL, NAMES
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.slices import WHAT_IF
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import CallKind, WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled

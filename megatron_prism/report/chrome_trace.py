@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.job_settings import short
-from megatron_prism.core.ops import NAMES, PHASE_NAMES, label
-from megatron_prism.core.program import Program
+from megatron_prism.core.jobs.job_settings import short
+from megatron_prism.core.programs.ops import NAMES, PHASE_NAMES, label
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.timeline import Timeline

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.units import format_bytes
 from megatron_prism.memory import job_peaks, peaks
 from megatron_prism.replay.costs.machine import machine

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from megatron_prism.core.job_settings import short
-from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
-from megatron_prism.core.program import Program
+from megatron_prism.core.jobs.job_settings import short
+from megatron_prism.core.programs.ops import CODE, NAMES, PHASE_NAMES
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.costs.host import host_spread
 from megatron_prism.replay.network import BusyLink, busy_links

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
-from megatron_prism.core.gpu_state import states_of
 from megatron_prism.core.groups import short_name
-from megatron_prism.core.ops import PHASE_NAMES, label
-from megatron_prism.core.program import Program
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.gpu_state import states_of
+from megatron_prism.core.programs.ops import PHASE_NAMES, label
+from megatron_prism.core.programs.program import Program
+from megatron_prism.core.programs.slices import OF_RANKS
 from megatron_prism.core.rendering import Renderer, renders
-from megatron_prism.core.slices import OF_RANKS
 from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.memory.peaks import module_of
 from megatron_prism.replay.costs.host import MODELLED

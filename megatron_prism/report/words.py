@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from megatron_prism.core import groups
-from megatron_prism.core.ops import Op
+from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.replay.costs.kernels import KERNEL
 

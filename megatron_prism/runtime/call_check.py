@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_prism.core import code_files
-from megatron_prism.core.ops import DTYPES, Op
+from megatron_prism.core.programs.ops import DTYPES, Op
 
 if TYPE_CHECKING:
     from torch import distributed as dist

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import distributed as dist
 
-from megatron_prism.core.ops import CallLabel
+from megatron_prism.core.programs.ops import CallLabel
 from megatron_prism.core.world import World
 from megatron_prism.runtime.recorder.owners import CallSites
 

@@ -21,8 +21,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_prism.core.collectives import BY_METHOD
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.programs.collectives import BY_METHOD
 from megatron_prism.runtime.answers import OneLocalMember, PartiallyLocalGroup, reduction_of
 from megatron_prism.runtime.known_values import exchanged
 from megatron_prism.runtime.values import Exchange, Values, holds_sequences, is_ring
@@ -558,7 +558,9 @@ def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
 def _without_row(method: str) -> Callable[..., NoReturn]:
     def call(self: PrismGroup, *args: object, **kwargs: object) -> NoReturn:
         message = f"collective {method!r} on {self.desc} has no row in the table of collectives"
-        fix = "add its row to core/collectives.py and its answer to runtime/process_group.py"
+        fix = (
+            "add its row to core/programs/collectives.py and its answer to runtime/process_group.py"
+        )
         raise UnsupportedError(message, fix=fix)
 
     return call

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from megatron_prism.core import foreign, job_settings
+from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import whole_file
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.runtime.listeners import CountsIterations
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.core.programs.collectives import BY_NAME
 from megatron_prism.runtime import torch_distributed
 from megatron_prism.runtime.answers import PartiallyLocalGroup
 from megatron_prism.runtime.listeners import CallListener, overriding

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy.host_constants import HOLD, TODAY, best_step, counted, with_constants
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 
 # of two grouped products of four experts, and of one segment of the optimizer
 TEXT = """prism-program 1

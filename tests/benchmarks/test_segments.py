@@ -4,8 +4,8 @@ import json
 import sys
 
 from benchmarks.accuracy import segments
-from megatron_prism.core.program import save
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program import save
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.replay.costs.kernels import parts_of, table_of
 from megatron_prism.replay.costs.machine import machine
 

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.accuracy import tails_reality
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.predict.variability import fitted, read_variability
 

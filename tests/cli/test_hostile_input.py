@@ -19,12 +19,13 @@ from rich.console import Console
 
 import megatron_prism
 from megatron_prism.cli import main as cli
-from megatron_prism.core import foreign, program
+from megatron_prism.core import foreign
 from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
-from megatron_prism.core.fault_plan import load_plan
 from megatron_prism.core.files import artefact_folder
-from megatron_prism.core.program_text import parse
-from megatron_prism.core.recipe import load
+from megatron_prism.core.jobs.recipe import load
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.fault_plan import load_plan
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.features.hang.dumps import read_in_process
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from megatron_prism.cli import main as cli
 from megatron_prism.cli import output
 from megatron_prism.core import columns
-from megatron_prism.core.recipe import load
+from megatron_prism.core.jobs.recipe import load
 from megatron_prism.emulate.jobs import recipe_job
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ from helpers.collective_cases import CASES, DTYPES, NUM_PROCESSES, OPS, run
 from torch import distributed as dist
 from torch import multiprocessing
 
-from megatron_prism.core.collectives import BY_METHOD, TABLE
+from megatron_prism.core.programs.collectives import BY_METHOD, TABLE
 from megatron_prism.runtime.process_group import PrismGroup
 
 pytestmark = pytest.mark.ci  # real processes, a minute

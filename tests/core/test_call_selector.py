@@ -3,9 +3,9 @@ with the debugger, ranks' with the faults."""
 
 import pytest
 
-from megatron_prism.core.call_selector import CallSelector, NthCall
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import CallLabel
+from megatron_prism.core.programs.call_selector import CallSelector, NthCall
+from megatron_prism.core.programs.ops import CallLabel
 
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
 CALL = CallLabel("all_reduce", TP, 2, 1, 0, "backward", "core/mappings.py:31")

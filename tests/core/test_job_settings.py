@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_prism.core import job_settings
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.emulate.command_line import job_arguments
 from megatron_prism.emulate.command_line.job_arguments import text_of
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prism.core import program
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, Op
-from megatron_prism.core.program import Builder, Program, Programs
-from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.ops import DTYPES, NAMES, PHASES, REDUCE, Op
+from megatron_prism.core.programs.program import Builder, Program, Programs
+from megatron_prism.core.programs.program_text import dump, parse
 
 TEXT = """
 prism-program 1

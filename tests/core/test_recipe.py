@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, RecipeError
+from megatron_prism.core.jobs import recipe as recipes
 
 MAIN = "llama3-70b_1024gpu_tp8pp4vp5_h200"
 SHIPPED = recipes.shipped()

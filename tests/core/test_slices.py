@@ -4,10 +4,10 @@ import pytest
 from helpers.small_slices import SOURCE, TP, WORLD, program, store_in
 
 from megatron_prism.core.errors import ProgramError, UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, load, save
-from megatron_prism.core.program_text import dump, parse
-from megatron_prism.core.slices import SliceStore, assemble, open_programs, stand_in_for
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, load, save
+from megatron_prism.core.programs.program_text import dump, parse
+from megatron_prism.core.programs.slices import SliceStore, assemble, open_programs, stand_in_for
 from megatron_prism.core.world import World
 
 

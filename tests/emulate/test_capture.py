@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Builder, Program
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Builder, Program
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate.capture import capture as stock_capture
 from megatron_prism.emulate.capture import host_benchmark

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from megatron_prism.cli import job_slices
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate.capture import kept_capture
 from megatron_prism.emulate.jobs import script_job

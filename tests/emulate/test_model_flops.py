@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from helpers.needs import TRAINING
 
-from megatron_prism.core import model_flops
-from megatron_prism.core import recipe as recipes
+from megatron_prism.core.jobs import model_flops
+from megatron_prism.core.jobs import recipe as recipes
 
 SETTINGS = {
     "tiny-gpt_1cpu": "",
@@ -65,7 +65,7 @@ def test_slices_of_a_stock_job_say_its_flops(tmp_path, capsys):
     from helpers import stock_jobs
 
     from megatron_prism.cli import main as cli
-    from megatron_prism.core import slices
+    from megatron_prism.core.programs import slices
 
     script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
     job = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32

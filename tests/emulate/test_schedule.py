@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from megatron_prism.emulate.schedule import schedules
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.graph import world_graph
 
 pytestmark = pytest.mark.megatron

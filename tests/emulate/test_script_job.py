@@ -12,10 +12,10 @@ from rich.console import Console
 from megatron_prism.cli.main import main
 from megatron_prism.core import messages
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.recipe import load
-from megatron_prism.core.slices import SliceStore, open_programs
+from megatron_prism.core.jobs.recipe import load
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
+from megatron_prism.core.programs.slices import SliceStore, open_programs
 from megatron_prism.emulate.command_line import options
 from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.emulate.jobs.script_job import Job, capture_command_line

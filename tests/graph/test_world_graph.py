@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prism.core.errors import ProgramError, WorldError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.core.world import World, family
 from megatron_prism.graph import world_graph
 from megatron_prism.graph.classes import memberships, partition

@@ -25,9 +25,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.core.programs.collectives import BY_NAME
 from megatron_prism.runtime import torch_distributed, virtual_world
 from megatron_prism.runtime.values import Values
 

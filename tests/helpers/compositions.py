@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from helpers import stock_jobs
 
-from megatron_prism.core.ops import OP, TEXTS
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.ops import OP, TEXTS
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.emulate.schedule import with_microbatches
 
 BASE = """

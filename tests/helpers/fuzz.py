@@ -26,17 +26,15 @@ import yaml
 from helpers import random_hangs
 from helpers.programs import WORLDS, healthy
 
-from megatron_prism.core import (
+from megatron_prism.core import foreign, units
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.jobs import job_settings, recipe
+from megatron_prism.core.programs import (
     fault_plan,
-    foreign,
-    job_settings,
     program,
     program_text,
-    recipe,
     slices,
-    units,
 )
-from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import World
 from megatron_prism.features.guard import baseline
 from megatron_prism.features.hang import analyze, dumps, export

@@ -22,8 +22,9 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_prism.core import fault_plan, groups
-from megatron_prism.core.program_text import parse
+from megatron_prism.core import groups
+from megatron_prism.core.programs import fault_plan
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.hang import analyze as hang
 from megatron_prism.features.hang import dumps, export
 from megatron_prism.features.hang import planting as faults

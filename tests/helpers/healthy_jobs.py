@@ -3,7 +3,7 @@
 import dataclasses
 from importlib import metadata
 
-from megatron_prism.core import recipe as recipes
+from megatron_prism.core.jobs import recipe as recipes
 
 BASE = """
     prism.tier=meta transformer_impl=transformer_engine data_path=null bf16=true

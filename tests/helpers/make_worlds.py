@@ -13,9 +13,9 @@ import tempfile
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from megatron_prism.core import slices  # noqa: E402
-from megatron_prism.core.program import Program  # noqa: E402
-from megatron_prism.core.program_text import dump  # noqa: E402
+from megatron_prism.core.programs import slices  # noqa: E402
+from megatron_prism.core.programs.program import Program  # noqa: E402
+from megatron_prism.core.programs.program_text import dump  # noqa: E402
 
 RECIPES = """
 moe: world=16 tp=2 pp=2 ep=4 etp=1 moe sp zero1 m=2

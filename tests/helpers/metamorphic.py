@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_prism.cli import what_ifs
-from megatron_prism.core import recipe as recipes
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.features.sweep.layout import RecipeLayout
 from megatron_prism.features.sweep.recipe_server import CaptureServer
 from megatron_prism.memory import blocks, peaks

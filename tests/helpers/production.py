@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from helpers.hang_worlds import world
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.hang import export
 from megatron_prism.graph import stall
 from megatron_prism.graph.stall import RankFault

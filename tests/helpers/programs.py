@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 
 TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"

@@ -6,7 +6,7 @@ import random
 from helpers.programs import DP, PP, TP, healthy, index_of, with_rank
 
 from megatron_prism.core.files import no_collector
-from megatron_prism.core.ops import Op
+from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.world import World
 from megatron_prism.features.hang import analyze as hang
 from megatron_prism.features.hang import dumps, export

@@ -11,7 +11,7 @@ import random
 
 from oracles import naive_stall
 
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.program import Program
 from megatron_prism.features.hang import export
 from megatron_prism.features.hang.dumps import DumpSet, of_value
 from megatron_prism.graph import stall

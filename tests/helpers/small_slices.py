@@ -1,8 +1,8 @@
 """A folder of slices of a small made-up world."""
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.core.world import World
 
 TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"

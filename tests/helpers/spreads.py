@@ -3,8 +3,8 @@
 import numpy as np
 from helpers.pricing import priced
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.features.predict.variability import Variability
 
 TP, PP, ALL = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "default_pg"

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 from helpers.programs import PP, TP
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Builder, Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Builder, Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, timeline

@@ -17,8 +17,8 @@ import pytest
 from helpers import stock_jobs
 from helpers.needs import TRAINING
 
-from megatron_prism.core import program
-from megatron_prism.core.ops import IS_CALL, NAMES
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.ops import IS_CALL, NAMES
 from megatron_prism.core.units import format_bytes
 from megatron_prism.memory import blocks, peaks
 from megatron_prism.memory.job_peaks import peak_memory

@@ -16,7 +16,7 @@ import pytest
 from helpers.needs import TRAINING
 from helpers.pretrain import forked
 
-from megatron_prism.core.program import load
+from megatron_prism.core.programs.program import load
 
 pytestmark = [pytest.mark.megatron, TRAINING]
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "flight"

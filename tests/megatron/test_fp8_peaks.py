@@ -11,7 +11,7 @@ import pytest
 from helpers import stock_jobs
 from helpers.needs import TRAINING
 
-from megatron_prism.core.program import load
+from megatron_prism.core.programs.program import load
 from megatron_prism.memory import job_peaks
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism.core import recipe as recipes
-from megatron_prism.core import slices
-from megatron_prism.core.collectives import BY_NAME as TALK
 from megatron_prism.core.groups import of_family
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.programs import slices
+from megatron_prism.core.programs.collectives import BY_NAME as TALK
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.ci]

@@ -10,7 +10,7 @@ from helpers import forks
 from helpers.healthy_jobs import EVERY, LINES, PLAIN, RECIPES, names_with_new_settings
 from helpers.one_answer import assert_one_answer
 
-from megatron_prism.core import slices
+from megatron_prism.core.programs import slices
 from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.graph import world_graph
 from megatron_prism.replay.priced_graph import price

@@ -10,9 +10,9 @@ import time
 import pytest
 from helpers import forks
 
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.files import artefact_folder
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.emulate.jobs import recipe_job
 
 pytest.importorskip("megatron.core")

@@ -5,7 +5,7 @@ from helpers import stock_jobs
 from helpers.needs import TRAINING
 
 from megatron_prism.cli.main import main
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.slices import open_programs
 
 pytestmark = [pytest.mark.megatron, TRAINING]
 

@@ -18,7 +18,7 @@ import pytest
 from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT, forked
 
-from megatron_prism.core import slices
+from megatron_prism.core.programs import slices
 from megatron_prism.memory import blocks, peaks
 
 pytestmark = [pytest.mark.megatron, TRAINING]
@@ -345,7 +345,7 @@ def test_a_last_stage_alone_learns_what_follows(more):
 
 def test_a_release_whose_writers_have_other_names_is_not_started(tmp_path):
     """What keeps a job from the real one's files is gone there: it ends before it writes."""
-    from megatron_prism.core.megatron_source import locate
+    from megatron_prism.core.jobs.megatron_source import locate
 
     here = locate("megatron.training").parent
     there = tmp_path / "other" / "megatron" / "training"

@@ -11,7 +11,7 @@ import pytest
 from helpers import stock_jobs
 from helpers.needs import TRAINING
 
-from megatron_prism.core.program import load
+from megatron_prism.core.programs.program import load
 from megatron_prism.features.fit import oom
 from megatron_prism.features.snapshots import snapshot
 from megatron_prism.memory import peaks

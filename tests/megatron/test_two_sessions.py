@@ -17,7 +17,7 @@ import torch
 import torch._dynamo
 import torch.utils.data
 from torch import distributed as dist
-from megatron_prism.core import recipe
+from megatron_prism.core.jobs import recipe
 from megatron_prism.emulate.jobs import recipe_script
 from megatron_prism.emulate.rank.session import Session
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.ops import EMPTIED, WAITED
+from megatron_prism.core.programs.ops import EMPTIED, WAITED
 from megatron_prism.memory.allocator import (
     Settings,
     allocated_by_span,

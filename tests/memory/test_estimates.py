@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_prism.core import job_settings
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.memory.estimates import described, estimates
 from megatron_prism.memory.job_peaks import MemoryReport
 

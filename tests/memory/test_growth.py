@@ -8,8 +8,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from megatron_prism.core.ops import BEGUN
-from megatron_prism.core.program import Builder
+from megatron_prism.core.programs.ops import BEGUN
+from megatron_prism.core.programs.program import Builder
 from megatron_prism.memory import peaks
 
 MIB = 1 << 20
@@ -301,9 +301,9 @@ def server():
 
 
 def captured(server, folder, *settings):
-    from megatron_prism.core import recipe as recipes
-    from megatron_prism.core.program import load
-    from megatron_prism.core.slices import SliceStore
+    from megatron_prism.core.jobs import recipe as recipes
+    from megatron_prism.core.programs.program import load
+    from megatron_prism.core.programs.slices import SliceStore
 
     recipe = recipes.load("tiny-gpt_1cpu", [*SMALL, *settings])
     store = SliceStore(folder, recipe.world, {})

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_prism.core.ops import BEGUN, WAITED
-from megatron_prism.core.program import Builder
+from megatron_prism.core.programs.ops import BEGUN, WAITED
+from megatron_prism.core.programs.program import Builder
 from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, cut_history, launch_times
 
 

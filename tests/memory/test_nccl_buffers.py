@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.nccl_buffers import (
     BufferCalibration,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prism.core import program
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.program import Builder, Programs
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.program import Builder, Programs
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.core.world import World
 from megatron_prism.memory import blocks, job_peaks, peak_changes, peaks
 
@@ -246,7 +246,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     pytest.importorskip("megatron.core")
     from rich.console import Console
 
-    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.jobs import recipe as recipes
     from megatron_prism.emulate.jobs import recipe_job
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
@@ -300,7 +300,7 @@ def test_a_job_of_one_iteration_holds_what_a_longer_one_does(more, tmp_path):
     pytest.importorskip("megatron.core")
     from rich.console import Console
 
-    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.jobs import recipe as recipes
     from megatron_prism.emulate.jobs import recipe_job
 
     figures, notes = [], []
@@ -329,7 +329,7 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     pytest.importorskip("megatron.core")
     from rich.console import Console
 
-    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.jobs import recipe as recipes
     from megatron_prism.emulate.jobs import recipe_job
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)

@@ -9,10 +9,10 @@ from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT
 
 from megatron_prism.cli.main import main
-from megatron_prism.core import program
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import Builder, Programs, RepeatedEvents
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.program import Builder, Programs, RepeatedEvents
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.core.world import World
 from megatron_prism.memory import job_peaks, routing
 from megatron_prism.runtime.devices.moe_dispatch import ExpertLoads
@@ -168,7 +168,7 @@ def test_slices_keep_it(known, tmp_path):
 RUN = """
 import sys
 from pathlib import Path
-from megatron_prism.core import recipe as recipes
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.emulate.capture import capture
 from megatron_prism.emulate.jobs import recipe_script
 from megatron_prism.emulate.rank.session import Session

@@ -9,8 +9,8 @@ from helpers import compositions
 from helpers.needs import MEGATRON
 from rich.console import Console
 
-from megatron_prism.core import recipe as recipes
-from megatron_prism.core.ops import BEGUN
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.programs.ops import BEGUN
 from megatron_prism.core.world import World
 from megatron_prism.emulate.capture import few_microbatches
 from megatron_prism.emulate.jobs import recipe_job

@@ -15,8 +15,8 @@ from itertools import count, pairwise
 import numpy as np
 from helpers.programs import members_of
 
-from megatron_prism.core.ops import CODE, Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import CODE, Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.costs import Prices
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.programs.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.graph.classes import memberships
 from megatron_prism.graph.matching import signature
 

@@ -7,8 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.naive_replay import prices_of, random_programs
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
 from megatron_prism.graph import issue_graph, world_graph
 from megatron_prism.replay import timeline
 from megatron_prism.replay.answer_times import START, build_answer_times, cuts, terms
@@ -101,7 +101,7 @@ def test_a_lockstep_peer_needs_one_term_a_call():
     """Calls of one group, one after the other: only the call before matters."""
     call = Op("all_reduce", "TENSOR_MODEL_PARALLEL_GROUP", "int8", 7, 7)
     ops = [Op("compute", ns=100), call] * 50
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.program import Programs
     from megatron_prism.core.world import World
 
     programs = Programs(World(2, tp=2), (Program.from_ops(0, ops),), np.zeros(2, dtype=np.int32))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import megatron_prism as prism
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 
 MIB, MS = 1 << 20, 1_000_000
 TWO = """prism-program 1

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 import megatron_prism as prism
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.sweep.sweep import ranked
 from megatron_prism.replay.costs.host import MODELLED_INDEX
 from megatron_prism.replay.costs.measured_hosts import (

@@ -9,8 +9,8 @@ import pytest
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_text import parse
-from megatron_prism.core.slices import HOST_INDEX, SliceStore, assemble
+from megatron_prism.core.programs.program_text import parse
+from megatron_prism.core.programs.slices import HOST_INDEX, SliceStore, assemble
 from megatron_prism.replay.costs import host_index
 from megatron_prism.replay.costs.host import indices_of
 from megatron_prism.replay.costs.host_index import (

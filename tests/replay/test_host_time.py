@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.pacing.pace import expected
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, timeline
@@ -319,7 +319,7 @@ def test_a_call_right_after_another_takes_the_host_less():
 def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     import torch
 
-    from megatron_prism.core.program import Builder
+    from megatron_prism.core.programs.program import Builder
     from megatron_prism.runtime.recorder import measurements, recorder
     from megatron_prism.runtime.recorder.measurements import Recording
 
@@ -522,8 +522,8 @@ def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
 
 
 def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
-    from megatron_prism.core import program
     from megatron_prism.core.errors import ProgramError
+    from megatron_prism.core.programs import program
     from megatron_prism.features.predict.variability import fitted, read_variability
 
     rng = np.random.default_rng(3)

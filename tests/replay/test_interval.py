@@ -6,7 +6,7 @@ import math
 import pytest
 
 import megatron_prism as prism
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.replay.costs.host import KERNEL_NS, MODELLED_INDEX
 from megatron_prism.replay.uncertainty.interval import (
     HOST_FACTOR,

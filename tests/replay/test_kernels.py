@@ -10,7 +10,7 @@ import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.replay.costs import kernels
 from megatron_prism.replay.costs.kernels import (
     MIXED,

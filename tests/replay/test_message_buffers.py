@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_prism.core.ops import CODE, DTYPE_NAMES
+from megatron_prism.core.programs.ops import CODE, DTYPE_NAMES
 
 schedule = pytest.importorskip("megatron_prism.emulate.schedule")
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import megatron_prism as prism
-from megatron_prism.core import job_settings, program
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program_text import dump, parse
 from megatron_prism.graph import world_graph
 from megatron_prism.replay.microbatches.order import fewest_microbatches
 from megatron_prism.replay.uncertainty.plausibility import check_plausible

@@ -8,7 +8,7 @@ import pytest
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_text import parse as parse_program
+from megatron_prism.core.programs.program_text import parse as parse_program
 from megatron_prism.replay.costs import collectives
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.machine import machine

@@ -7,9 +7,9 @@ import pytest
 
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
-from megatron_prism.core import job_settings, recipe
 from megatron_prism.core.errors import RecipeError
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.jobs import job_settings, recipe
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.machine import machine
 

@@ -7,7 +7,7 @@ import pytest
 
 import megatron_prism as prism
 from benchmarks.report import RESULTS
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.replay.costs.host import on_other_host
 from megatron_prism.replay.uncertainty.interval import interval
 

@@ -8,7 +8,7 @@ import pytest
 from oracles.naive_replay import prices_of, random_programs
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, overlap, timeline
 from megatron_prism.replay.costs.collectives import (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism.core.program_text import parse
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.program_text import parse
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.replay.costs.kernels import parts_of, product_type
 from megatron_prism.replay.costs.machine import machine, machines
 from megatron_prism.replay.costs.precision import precision_of

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_text import dump, parse
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.program_text import dump, parse
 from megatron_prism.core.world import World
 from megatron_prism.replay.costs.collectives import read_calibration
 from megatron_prism.replay.costs.machine import (

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.naive_replay import Simulation, prices_of, random_programs
 
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import CODE, PHASE_NAMES
-from megatron_prism.core.program_text import parse
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.collectives import BY_NAME
+from megatron_prism.core.programs.ops import CODE, PHASE_NAMES
+from megatron_prism.core.programs.program_text import parse
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.graph import issue_graph, loops
 from megatron_prism.graph import world_graph as graph
 from megatron_prism.replay import network, timeline

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.memory.peaks import known_peak
 from megatron_prism.replay.costs.kernels import scaled_kernels
 from megatron_prism.replay.replicas import with_data_parallel

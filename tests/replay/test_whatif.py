@@ -13,9 +13,9 @@ from oracles.naive_replay import Simulation, prices_of, random_programs
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph as graph
 from megatron_prism.graph.issue_graph import COMPUTE, MEET

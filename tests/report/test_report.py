@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_prism as prism
-from megatron_prism.core import groups, job_settings
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core import groups
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.report import chrome_trace, memory, metrics, replay, words
 from megatron_prism.report import page as frame

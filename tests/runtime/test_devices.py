@@ -304,7 +304,7 @@ assert live.peak() == now + 6000, (live.peak(), now)
 
 # As Megatron's DDP: made on a stream of its own, whose hooks add gradients up.
 HISTORY = """
-from megatron_prism.core.ops import EMPTIED, WAITED
+from megatron_prism.core.programs.ops import EMPTIED, WAITED
 tiers._keep_history(tier, True)
 history = tier.live.history
 weight = torch.nn.Parameter(torch.empty(256, device="cuda"))

@@ -1,6 +1,6 @@
 """The state of a GPU while iterations are timed: sampled, kept in slices, read back."""
 
-from megatron_prism.core.gpu_state import GpuState, states_of
+from megatron_prism.core.programs.gpu_state import GpuState, states_of
 from megatron_prism.runtime.recorder.gpu_clock import ClockSampler, Sample
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.report import RESULTS
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.moe_dispatch import counts_vary, loads
 from megatron_prism.runtime.recorder.shapes_meter import Meter

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import patching
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
 
 GROUP = types.SimpleNamespace(desc="TENSOR_AND_EXPERT", size=lambda: 4)

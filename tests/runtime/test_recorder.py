@@ -11,7 +11,7 @@ from helpers import processes
 from torch import distributed as dist
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.ops import CODE
+from megatron_prism.core.programs.ops import CODE
 from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder import owners

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.megatron_source import engine_version
+from megatron_prism.core.jobs.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.replay.costs.kernels import KERNEL, MeasuredKernel
 from megatron_prism.replay.costs.kernels import read as read_ops

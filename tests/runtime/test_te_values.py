@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.megatron_source import engine_version
+from megatron_prism.core.jobs.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patches.pipeline import _Zeroed
 from megatron_prism.runtime import devices, virtual_world

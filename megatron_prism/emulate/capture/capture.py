@@ -26,16 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_prism.core import model_flops, program
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.files import check_writable
-from megatron_prism.core.gpu_state import GPU_CLOCK
 from megatron_prism.core.groups import subgroups
-from megatron_prism.core.megatron_source import versions
+from megatron_prism.core.jobs import model_flops
+from megatron_prism.core.jobs.megatron_source import versions
+from megatron_prism.core.jobs.recipe import Recipe
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.program import Program, RepeatedEvents
-from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import (
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.gpu_state import GPU_CLOCK
+from megatron_prism.core.programs.program import Program, RepeatedEvents
+from megatron_prism.core.programs.slices import (
     ASSUMED_PARTS,
     HOST_INDEX,
     HOST_MEMORY,

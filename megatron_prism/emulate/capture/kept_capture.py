@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_prism.core.files import artefact_folder
-from megatron_prism.core.slices import WORLD
+from megatron_prism.core.programs.slices import WORLD
 from megatron_prism.emulate.command_line import job_arguments
 
 _FILE = ".captured"

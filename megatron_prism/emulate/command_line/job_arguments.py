@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.jobs.recipe import Recipe
 from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCHES
 
 # What does not matter, by name; whatever is not here does.

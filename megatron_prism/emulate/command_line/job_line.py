@@ -18,7 +18,7 @@ from types import ModuleType
 
 from megatron_prism.core import feature
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.jobs.megatron_source import megatron_release
 from megatron_prism.core.units import counted
 from megatron_prism.emulate.command_line import options
 from megatron_prism.emulate.command_line.launch_line import LaunchLine, read_line

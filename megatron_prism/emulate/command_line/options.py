@@ -490,7 +490,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"unknown option {word}", fix=f"{meant} the options are {', '.join(FLAGS)}"
         )
     if args.prism_recipe:
-        from megatron_prism.core.recipe import load_prism_section
+        from megatron_prism.core.jobs.recipe import load_prism_section
 
         # what the command line says itself wins over the recipe
         section = load_prism_section(Path(args.prism_recipe))

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.slices import assemble
+from megatron_prism.core.programs.slices import assemble
 from megatron_prism.core.units import format_bytes, format_change, format_ns
 from megatron_prism.emulate.processes.workers import Json, RankTask
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.program import Programs
     from megatron_prism.memory.job_peaks import MemoryReport
 
 PERIODS = (1, 2)  # of layers in a chunk, of the two worlds that an estimate rests on

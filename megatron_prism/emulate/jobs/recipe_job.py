@@ -18,16 +18,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_prism.core import job_settings
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.columns import columns
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import artefact_folder, write_json
 from megatron_prism.core.groups import short_name
-from megatron_prism.core.megatron_source import megatron_release, versions
-from megatron_prism.core.program import Programs
-from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import assemble
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.jobs.megatron_source import megatron_release, versions
+from megatron_prism.core.jobs.recipe import Recipe
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES
 from megatron_prism.emulate.command_line import job_arguments

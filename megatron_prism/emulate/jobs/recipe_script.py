@@ -31,10 +31,11 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from megatron_prism.core import code_files, job_settings
+from megatron_prism.core import code_files
 from megatron_prism.core.errors import NotTrainedError, RecipeError, UnsupportedError
-from megatron_prism.core.megatron_source import megatron_release
-from megatron_prism.core.recipe import FIELD, Recipe
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.jobs.megatron_source import megatron_release
+from megatron_prism.core.jobs.recipe import FIELD, Recipe
 from megatron_prism.emulate.capture import capture
 from megatron_prism.emulate.command_line import job_arguments, options
 from megatron_prism.emulate.processes import workers

@@ -23,8 +23,8 @@ from megatron_prism.core.errors import (
     PrismError,
     UsageError,
 )
-from megatron_prism.core.program import save
-from megatron_prism.core.slices import WORLD, SliceStore, assemble
+from megatron_prism.core.programs.program import save
+from megatron_prism.core.programs.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import STAGES, World, format_ranks
 from megatron_prism.emulate.capture import kept_capture

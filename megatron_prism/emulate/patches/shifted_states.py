@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.jobs.megatron_source import megatron_release
 
 if TYPE_CHECKING:
     import torch

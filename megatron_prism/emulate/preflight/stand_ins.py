@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.jobs.megatron_source import megatron_release
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.preflight.obstacles import Obstacles
 from megatron_prism.runtime.listeners import TrainingListener

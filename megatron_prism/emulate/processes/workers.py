@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from megatron_prism.core import program
 from megatron_prism.core.errors import MissingSlicesError, NotTrainedError, PrismError
 from megatron_prism.core.messages import progress
-from megatron_prism.core.slices import WORLD, assemble
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.slices import WORLD, assemble
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.emulate.processes.rank_template import (
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from megatron_prism.core.program import Programs
-    from megatron_prism.core.slices import SliceStore
+    from megatron_prism.core.programs.program import Programs
+    from megatron_prism.core.programs.slices import SliceStore
 
 EVENTS = "PRISM_WORKER_EVENTS"  # environment variable: the file descriptor
 Emit = Callable[..., None]  # emit(kind, **fields)

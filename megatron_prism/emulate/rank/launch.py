@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_prism.core.bare_engine import hide_bare_engine
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.files import claimed
-from megatron_prism.core.megatron_source import TESTED, UNKNOWN, megatron_release
+from megatron_prism.core.jobs.megatron_source import TESTED, UNKNOWN, megatron_release
 from megatron_prism.core.messages import last_resort
 from megatron_prism.core.units import counted
 from megatron_prism.emulate.command_line import launchers

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import artefact_folder, check_free
-from megatron_prism.core.megatron_source import engine_version
+from megatron_prism.core.jobs.megatron_source import engine_version
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World
 from megatron_prism.emulate.command_line import job_arguments

@@ -167,9 +167,9 @@ def _calls(programs: str, selector: str = "", rank: int = 0) -> Json:
     programs is a folder of slices; selector is like 1B2 all_reduce group=tp nth=3 site=mappings.py,
     words in any order.
     """
-    from megatron_prism.core.call_selector import CallSelector
-    from megatron_prism.core.collectives import BY_NAME
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.call_selector import CallSelector
+    from megatron_prism.core.programs.collectives import BY_NAME
+    from megatron_prism.core.programs.slices import open_programs
 
     with _user_errors():
         chosen = replace(CallSelector.parse(selector), rank=str(rank))

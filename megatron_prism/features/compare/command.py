@@ -65,7 +65,7 @@ def compare(args: argparse.Namespace) -> Answer:
 
 def _jobs(args: argparse.Namespace, paths: list[str], words: list[list[str]]) -> Answer:
     """Compare two jobs, each with its what-ifs."""
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.program import Programs
     from megatron_prism.features.compare.compare import compare as compare_jobs
     from megatron_prism.replay.priced_graph import PricedGraph
 

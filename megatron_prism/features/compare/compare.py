@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_prism.core import feature, job_settings
+from megatron_prism.core import feature
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program import Programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import FOUND_OF_RANKS, of_ranks
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.core.slices import FOUND_OF_RANKS, of_ranks
 from megatron_prism.core.world import World
 from megatron_prism.features.compare.cost import TokenCost, token_cost
 from megatron_prism.features.compare.scale import ScaleChange, scale_changes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
 from megatron_prism.core.groups import with_short_names
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import format_bytes, format_change, format_ns, format_share
 from megatron_prism.features.compare.compare import Comparison

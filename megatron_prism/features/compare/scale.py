@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_prism.core.ops import Op
+from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import CallKind

@@ -27,11 +27,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_prism.core.call_selector import CallSelector, NthCall
-from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError, refuse
 from megatron_prism.core.groups import named_group, short_names
-from megatron_prism.core.ops import CallLabel, label
+from megatron_prism.core.programs.call_selector import CallSelector, NthCall
+from megatron_prism.core.programs.collectives import TABLE
+from megatron_prism.core.programs.ops import CallLabel, label
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.runtime.listeners import LabelledCalls

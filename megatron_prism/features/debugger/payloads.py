@@ -34,7 +34,7 @@ from torch import distributed as dist
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import CallLabel, label
+from megatron_prism.core.programs.ops import CallLabel, label
 from megatron_prism.core.units import format_bytes
 from megatron_prism.features.debugger.debugger import Breakpoint
 from megatron_prism.graph.difference import ComparedOp

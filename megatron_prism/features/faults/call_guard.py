@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import HangError, UsageError
-from megatron_prism.core.fault_plan import Fault
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, Op
-from megatron_prism.core.program import Programs
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.fault_plan import Fault
+from megatron_prism.core.programs.ops import IS_COLLECTIVE, IS_PAIR, Op
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.features.faults.fault_injector import Injector
 from megatron_prism.features.faults.options import FaultOptions

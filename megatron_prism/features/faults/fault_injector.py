@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import distributed as dist
 
-from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.fault_plan import (
+from megatron_prism.core.groups import named_group
+from megatron_prism.core.programs.call_selector import CallSelector
+from megatron_prism.core.programs.fault_plan import (
     CHANGES,
     FIX,
     VALUES,
@@ -34,8 +35,7 @@ from megatron_prism.core.fault_plan import (
     changed_call,
     truth_line,
 )
-from megatron_prism.core.groups import named_group
-from megatron_prism.core.ops import CallLabel, Op
+from megatron_prism.core.programs.ops import CallLabel, Op
 from megatron_prism.emulate.rank import exit_status
 from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments

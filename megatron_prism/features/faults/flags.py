@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import UsageError, refuse
-from megatron_prism.core.fault_plan import Fault, load_plan, parse
 from megatron_prism.core.files import check_writable
+from megatron_prism.core.programs.call_selector import CallSelector
+from megatron_prism.core.programs.fault_plan import Fault, load_plan, parse
 from megatron_prism.emulate.command_line.job_flags import (
     AttachOrder,
     JobFlags,

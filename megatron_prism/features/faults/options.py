@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_prism.core.fault_plan import Fault
+from megatron_prism.core.programs.fault_plan import Fault
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.emulate.command_line.job_flags import FeatureOptions
 

@@ -36,7 +36,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.features.fit.candidates import JOB_FLAGS
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Program, Programs
+    from megatron_prism.core.programs.program import Program, Programs
     from megatron_prism.features.fit.fit import Fit
     from megatron_prism.replay.priced_graph import PricedGraph
 
@@ -233,7 +233,7 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
 
 def _held(line: Sequence[str]) -> list[str]:
     """A recipe and those of its settings that a sweep of tp and pp holds."""
-    from megatron_prism.core.recipe import OTHER_NAMES, SHORT
+    from megatron_prism.core.jobs.recipe import OTHER_NAMES, SHORT
 
     names = [OTHER_NAMES.get(key := word.partition("=")[0], key) for word in line]
     free = {SHORT["tp"], SHORT["pp"], *(one for one in names if "." in one)} - {SHORT["world_size"]}

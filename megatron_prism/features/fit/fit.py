@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.slices import WHAT_IF
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.core.slices import WHAT_IF
 from megatron_prism.core.units import format_bytes
 from megatron_prism.features.fit import remedies
 from megatron_prism.features.fit.op_times import op_times

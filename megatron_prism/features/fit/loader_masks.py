@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_prism.core import job_settings
-from megatron_prism.core.ops import PHASE_NAMES
-from megatron_prism.core.program import Program
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import PHASE_NAMES
+from megatron_prism.core.programs.program import Program
 from megatron_prism.memory import peaks
 
 NO_MASK = "--no-create-attention-mask-in-dataloader"

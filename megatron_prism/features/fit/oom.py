@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
 from megatron_prism.memory.allocator import Settings
 from megatron_prism.memory.peaks import holdings_at, op_at, site_of
 

@@ -13,7 +13,7 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.program import Programs
     from megatron_prism.features.fit.oom import Candidate, Said
     from megatron_prism.replay.priced_graph import PricedGraph
 

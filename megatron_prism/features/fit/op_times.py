@@ -10,8 +10,8 @@ import statistics
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program
 from megatron_prism.memory.host_lead import OpTimes
 from megatron_prism.replay.costs.host import indices_of
 from megatron_prism.replay.priced_graph import PricedGraph

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core import job_settings
-from megatron_prism.core.ops import ALLOCATION, IS_CALL, PHASE_NAMES
-from megatron_prism.core.program import Program
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import ALLOCATION, IS_CALL, PHASE_NAMES
+from megatron_prism.core.programs.program import Program
 from megatron_prism.features.fit.loader_masks import NO_MASK, without_mask
 from megatron_prism.memory import allocator, blocks, peaks
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
 from megatron_prism.features.fit.fit import Fit, TriedChange

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from megatron_prism.core import feature
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.memory import allocator, blocks, peaks
 from megatron_prism.memory.job_peaks import MemoryReport, first_program
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli.job_slices import keep_line
-from megatron_prism.core import job_settings
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.program import Programs
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.emulate.command_line import options
 from megatron_prism.emulate.command_line.job_line import job_of
 from megatron_prism.emulate.command_line.launch_line import split_line

@@ -115,7 +115,7 @@ def memory(args: argparse.Namespace) -> Answer:
 
 def _measure(args: argparse.Namespace, alloc: str) -> MemoryReport:
     """Measure the memory of the slices, beside real snapshots of the same job."""
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.guard import baseline
     from megatron_prism.features.snapshots import snapshot
     from megatron_prism.memory import job_peaks, peaks

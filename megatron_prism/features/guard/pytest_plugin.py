@@ -27,7 +27,7 @@ from urllib.parse import quote
 import pytest
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.program import Programs
 
 
 Record = Callable[[str, object], None]
@@ -166,8 +166,8 @@ def _fixed_by_pytest() -> Iterator[None]:
 def _programs(job: object, settings: str | Sequence[str]) -> Programs:
     """Programs as they are, opened, or captured."""
     from megatron_prism.core.errors import UsageError
-    from megatron_prism.core.program import Programs
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.program import Programs
+    from megatron_prism.core.programs.slices import open_programs
 
     if isinstance(job, Programs):
         return job
@@ -187,8 +187,8 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
 def _captured(job: str, settings: tuple[str, ...], stamp: int) -> Programs:
     """Captured; tests of the same job share it.  ``stamp``: when the recipe's file changed."""
     from megatron_prism.cli.output import console
-    from megatron_prism.core import recipe
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.jobs import recipe
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.emulate.command_line.job_line import job_of
     from megatron_prism.emulate.jobs import recipe_job, script_job
 

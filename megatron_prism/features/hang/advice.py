@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.programs.collectives import BY_NAME
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import waits
 from megatron_prism.features.hang.calls import Entry

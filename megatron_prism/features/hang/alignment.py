@@ -14,8 +14,8 @@ import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_prism.core.ops import CODE, DTYPE_WORDS, IS_NCCL, Op
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.ops import CODE, DTYPE_WORDS, IS_NCCL, Op
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.features.hang.calls import Entry
 from megatron_prism.features.hang.state import JobState
 

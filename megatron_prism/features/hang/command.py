@@ -41,7 +41,7 @@ from megatron_prism.core.files import write_whole
 from megatron_prism.core.messages import progress
 
 if TYPE_CHECKING:
-    from megatron_prism.core.fault_plan import Fault
+    from megatron_prism.core.programs.fault_plan import Fault
     from megatron_prism.emulate.jobs.script_job import Job
     from megatron_prism.features.hang.dumps import DumpSet
     from megatron_prism.features.hang.planting import PlantedFaults
@@ -275,7 +275,7 @@ def _of_recipe(named_job: _NamedJob, path: Path, is_captured: bool) -> Job | Non
 
     It is captured into ``path``, on the recipe's own tier, unless it is there.
     """
-    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.jobs import recipe as recipes
     from megatron_prism.emulate.jobs import recipe_job
 
     settings = named_job.settings
@@ -293,7 +293,7 @@ def _on_programs(
     dumps: DumpSet, verdict: Diagnosis, job: Job | None, path: Path, confirm: bool
 ) -> Diagnosis:
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.hang.diagnose import judged
 
     programs = open_programs(path)
@@ -415,7 +415,7 @@ def _job_of_dumps(args: argparse.Namespace) -> _NamedJob:
 
 def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | None]:
     """Return the verdict on programs, and what was planted in them, if anything."""
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.hang.diagnose import diagnose, diagnose_faults
 
     faults = _faults(args.settings, args.plan)
@@ -462,7 +462,7 @@ def _refuse_words_of_faults(args: argparse.Namespace) -> None:
 
 def _faults(words: list[str], plans: list[str]) -> list[Fault]:
     """Read faults from the command line, then those of plans."""
-    from megatron_prism.core.fault_plan import load_plan, parse
+    from megatron_prism.core.programs.fault_plan import load_plan, parse
 
     settings = arguments.read(words, {"fault": parse}, "hang", several=("fault",))
     faults = list(settings.get("fault", ()))

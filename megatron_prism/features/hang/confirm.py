@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Programs, load
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Programs, load
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.core.units import counted
 from megatron_prism.emulate.command_line import options as flags
 from megatron_prism.emulate.jobs.script_job import Job

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.fault_plan import Fault
 from megatron_prism.core.files import claimed, no_collector
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.fault_plan import Fault
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.features.hang import advice, analyze, export, hypotheses
 from megatron_prism.features.hang import planting as fault_planting

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
-from megatron_prism.core.ops import DTYPE_WORDS, IS_NCCL, IS_PAIR, NAMES, Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.collectives import BY_NAME
+from megatron_prism.core.programs.ops import DTYPE_WORDS, IS_NCCL, IS_PAIR, NAMES, Op
+from megatron_prism.core.programs.program import Program
 from megatron_prism.graph.stall import StalledJob
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, NAMES, Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import IS_COLLECTIVE, IS_NCCL, NAMES, Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import format_ranks
 from megatron_prism.features.hang.alignment import Alignment, Place, as_dumped, key, recorded, seen

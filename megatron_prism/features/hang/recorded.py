@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple, TypeVar, cast
 import msgspec
 import numpy as np
 
-from megatron_prism.core.collectives import NAME_OF
+from megatron_prism.core.programs.collectives import NAME_OF
 from megatron_prism.features.hang.calls import CallPart, Integers
 
 T = TypeVar("T")

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from megatron_prism.core import job_settings, slices
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs import slices
+from megatron_prism.core.programs.ops import IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.emulate.capture import nvlink_keepalive
 from megatron_prism.emulate.capture.capture import source_of

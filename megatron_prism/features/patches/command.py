@@ -8,7 +8,6 @@ from collections import Counter
 from megatron_prism.cli.command import Command, HelpGroup, option
 from megatron_prism.cli.output import Answer, console, print_table
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 
 
 def patches(args: argparse.Namespace) -> Answer:
@@ -20,6 +19,7 @@ def patches(args: argparse.Namespace) -> Answer:
     A patch protects (the real job's files), enables (a job does not run without it, or is wrong) or
     speeds up.  Exit status 1 if a target is missing that a job does not start without.
     """
+    from megatron_prism.core.jobs.megatron_source import UNKNOWN, megatron_release
     from megatron_prism.emulate import patch
     from megatron_prism.emulate.patches import PATCHES
 

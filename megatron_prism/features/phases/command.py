@@ -35,7 +35,7 @@ def phases(args: argparse.Namespace) -> Answer:
 
     Exit status 1: a phase exceeds the limit.
     """
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.phases.phases import phases as follow_phases
     from megatron_prism.features.phases.steps import read_steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.program import Program
 from megatron_prism.features.phases.steps import GRADIENTS, OPTIMIZER, WEIGHTS
 from megatron_prism.memory import allocator, peaks
 from megatron_prism.memory.job_peaks import ClassMemoryFigures, needed

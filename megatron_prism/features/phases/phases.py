@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.phases.footprint import Footprint, footprint
 from megatron_prism.features.phases.steps import (

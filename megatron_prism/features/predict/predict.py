@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program import Programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.predict.distributions import Quantile, quantile
 from megatron_prism.features.predict.sampler import Sampler

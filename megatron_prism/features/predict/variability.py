@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.units import format_percent
 from megatron_prism.features.predict.distributions import (
     FEWEST,

@@ -25,15 +25,15 @@ from megatron_prism.cli.command import (
 )
 from megatron_prism.cli.job_slices import keep_line
 from megatron_prism.cli.output import Answer, console, print_table
-from megatron_prism.core import feature, job_settings
+from megatron_prism.core import feature
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron_prism.core.ops import Op
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.programs.ops import Op
+    from megatron_prism.core.programs.program import Programs
 
 _AROUND = 6  # ops before and after what ``--around`` names
 _MAX_LABELS = 8  # steps that a message names
@@ -80,7 +80,7 @@ def capture(args: argparse.Namespace) -> Answer:
         )
         line = [*args.given, *args.line]
     else:
-        from megatron_prism.core import recipe as recipes
+        from megatron_prism.core.jobs import recipe as recipes
         from megatron_prism.emulate.jobs import recipe_job
 
         recipe = recipes.load(args.recipe, args.settings)
@@ -154,8 +154,8 @@ def show(args: argparse.Namespace) -> Answer:
     A step is written as microbatch, letter and chunk: 2F0 is microbatch 2's forward of chunk 0 (F
     forward, B backward, W weight gradients, O optimizer, G synchronisation, - between them).
     """
-    from megatron_prism.core.program_text import dump
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.program_text import dump
+    from megatron_prism.core.programs.slices import open_programs
 
     asked = [key for key in ("rank", "around", "group") if getattr(args, key) is not None]
     beside_text = ""
@@ -204,7 +204,7 @@ class _Classes:
     """The equivalent ranks of a world and their programs."""
 
     def __init__(self, path: str) -> None:
-        from megatron_prism.core.slices import open_programs
+        from megatron_prism.core.programs.slices import open_programs
         from megatron_prism.graph import world_graph
 
         self.graph = world_graph.build(open_programs(path))
@@ -230,18 +230,24 @@ class _Classes:
             values.append(value)
         return values
 
+    def _short_source(self) -> dict[str, str]:
+        """Give what the world is of, with a word in place of each line of settings."""
+        from megatron_prism.core.jobs import job_settings
+
+        return {key: job_settings.short(text) for key, text in self.source.items()}
+
     def value(self) -> dict[str, object]:
         """Return all as one value."""
-        source = {key: job_settings.short(text) for key, text in self.source.items()}
-        return {"world": str(self.graph.programs.world), "source": source, "classes": self.rows()}
+        world = str(self.graph.programs.world)
+        return {"world": world, "source": self._short_source(), "classes": self.rows()}
 
     def page(self) -> None:
         """Print what the world is of, and a table of classes."""
         out = console()
         out.print(str(self.graph))
         width = max(map(len, self.source), default=0)
-        for key, text in self.source.items():
-            out.print(f"  {key:<{width}}  {job_settings.short(text)}")
+        for key, text in self._short_source().items():
+            out.print(f"  {key:<{width}}  {text}")
         head = ("class", "count", "captured as", "ops", "live peak", "because of", "ranks")
         print_table(head, [_class_cells(row) for row in self.rows()])
 
@@ -307,7 +313,7 @@ def _chosen_ops(
 
 def _print_ops(programs: Programs, rank: int, ops: Mapping[int, Op]) -> None:
     """Print ops of a rank, each in the text form of programs."""
-    from megatron_prism.core.program_text import format_op
+    from megatron_prism.core.programs.program_text import format_op
 
     coordinates = programs.world.coordinates(rank)._asdict()
     text = f"rank {rank}: " + " ".join(f"{axis} {place}" for axis, place in coordinates.items())
@@ -344,7 +350,7 @@ def check(args: argparse.Namespace) -> Answer:
 
 def _check_calls(args: argparse.Namespace) -> Answer:
     """Answer whether all ranks' calls fit together."""
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.hang import diagnose
     from megatron_prism.graph import world_graph
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_prism.core.comparing import Comparer, JobReader
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.features.snapshots import snapshot
 
 

@@ -26,8 +26,8 @@ import msgspec
 
 from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import EMPTIED, STEPS
-from megatron_prism.core.program import Builder, Program, Programs
+from megatron_prism.core.programs.ops import EMPTIED, STEPS
+from megatron_prism.core.programs.program import Builder, Program, Programs
 from megatron_prism.core.rendering import Rendered
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 from megatron_prism.memory.blocks import as_blocks

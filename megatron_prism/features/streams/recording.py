@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron_prism.core import ops
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.core.programs import ops
 from megatron_prism.features.streams.trace import ROW, Kind, RowPlace, StreamTrace, path_of, save
 from megatron_prism.runtime.devices import cuda
 from megatron_prism.runtime.listeners import LabelledCalls

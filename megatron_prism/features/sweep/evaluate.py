@@ -30,9 +30,9 @@ from typing import Any
 from megatron_prism import __version__
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.files import write_whole
-from megatron_prism.core.program import Program, Programs, load
+from megatron_prism.core.programs.program import Program, Programs, load
+from megatron_prism.core.programs.slices import WHAT_IF, assemble
 from megatron_prism.core.rendering import renderer_of
-from megatron_prism.core.slices import WHAT_IF, assemble
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.processes.workers import die_with_parent
 from megatron_prism.features.predict.predict import predict

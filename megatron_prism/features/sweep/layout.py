@@ -16,9 +16,9 @@ from pathlib import Path
 
 from megatron_prism import __version__
 from megatron_prism.core.errors import MissingSlicesError, PrismError, UsageError
-from megatron_prism.core.program import Programs
-from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import SliceStore, assemble
+from megatron_prism.core.jobs.recipe import Recipe
+from megatron_prism.core.programs.program import Programs
+from megatron_prism.core.programs.slices import SliceStore, assemble
 from megatron_prism.core.world import World
 from megatron_prism.emulate.capture.few_microbatches import fewest
 from megatron_prism.emulate.command_line import options

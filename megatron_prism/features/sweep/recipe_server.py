@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
-from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.jobs.recipe import Recipe
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.emulate.processes.workers import die_with_parent
 from megatron_prism.emulate.rank import exit_status
 

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.columns import columns, folded
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_share
 from megatron_prism.features.sweep.space import Value

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import cast
 
 from megatron_prism.core import foreign
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.recipe import Recipe, option_of
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.jobs.recipe import Recipe, option_of
 from megatron_prism.emulate.command_line.options import value_of
 from megatron_prism.features.sweep.layout import (
     JobLayout,

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism import __version__
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed
-from megatron_prism.core.megatron_source import megatron_release, versions
-from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.jobs.megatron_source import megatron_release, versions
+from megatron_prism.core.jobs.recipe import Recipe
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import counted, format_bytes
 from megatron_prism.features.sweep import space

@@ -29,7 +29,7 @@ def import_(args: argparse.Namespace) -> int:
     not align or had to be inferred.  Waiting for the last rank does not count as time on the wire.
     -o keeps the programs, variability.json and import.json.
     """
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.traces.programs import import_traces, write
     from megatron_prism.features.traces.variance import vary
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES, label
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE, NAMES, PHASE_NAMES, label
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.rendering import Rendered
 from megatron_prism.features.traces.pairing import ENOUGH, Pairing
 from megatron_prism.features.traces.programs import paired

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core.ops import IS_CALL, NAMES
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import IS_CALL, NAMES
+from megatron_prism.core.programs.program import Program
 from megatron_prism.features.traces.timing import Call
 
 ENOUGH = 0.95  # of the calls: with fewer pairs the trace and the program are of two jobs

@@ -28,9 +28,9 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
 from megatron_prism.core.groups import WORLD_GROUP, of_family
-from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR, OP, UNKNOWN
-from megatron_prism.core.program import Builder, Program, Programs
-from megatron_prism.core.slices import SliceStore, stand_in_for
+from megatron_prism.core.programs.ops import CODE, IS_CALL, IS_PAIR, OP, UNKNOWN
+from megatron_prism.core.programs.program import Builder, Program, Programs
+from megatron_prism.core.programs.slices import SliceStore, stand_in_for
 from megatron_prism.core.units import counted, format_ns
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.features.traces.events import Groups, Recorded, read_dumps, read_trace

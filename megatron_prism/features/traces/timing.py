@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_prism.core.collectives import NAME_OF
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import DTYPE_WORDS
+from megatron_prism.core.programs.collectives import NAME_OF
+from megatron_prism.core.programs.ops import DTYPE_WORDS
 from megatron_prism.features.traces.events import CallArgs, Groups, HostCall, Recorded
 
 _NAMES = NAME_OF | {

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core.ops import IS_CALL
+from megatron_prism.core.programs.ops import IS_CALL
 from megatron_prism.core.rendering import Rendered
 from megatron_prism.core.world import format_ranks
 from megatron_prism.features.traces.programs import Imported

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.ops import Op
+from megatron_prism.core.programs.ops import Op
 
 
 def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -> Op:

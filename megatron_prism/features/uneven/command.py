@@ -81,7 +81,7 @@ def uneven(args: argparse.Namespace) -> Answer:
       programs=RANKS:DIR        they do what was captured in DIR: another kind of batch, images, an
                                 evaluation
     """
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.uneven.iterations import examine_iterations
     from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
     from megatron_prism.features.uneven.rank_programs import Sources

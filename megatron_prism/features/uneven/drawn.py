@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.units import counted, format_bytes, format_ns, format_percent
 from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.iterations import IterationOutcome, examine_batches

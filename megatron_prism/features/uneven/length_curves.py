@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures, sequence_length
 from megatron_prism.features.uneven.samples import Batches
 from megatron_prism.graph.issue_graph import MEET

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UnsupportedError
-from megatron_prism.core.ops import CODE, IS_CALL, IS_PAIR, Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import CODE, IS_CALL, IS_PAIR, Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.features.uneven.between_lengths import op_between
 
 # settings that follow from the length

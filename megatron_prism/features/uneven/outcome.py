@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.ops import IS_CALL
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import IS_CALL
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import World, ranks_text
 from megatron_prism.features.hang.diagnose import diagnose_stall
 from megatron_prism.features.hang.verdict import Diagnosis

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_prism.core.errors import ProgramError, UsageError
-from megatron_prism.core.ops import CODE, PHASE_NAMES
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import CODE, PHASE_NAMES
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.kinds import InputKind
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.program import Program
 from megatron_prism.features.uneven.length_curves import polynomial_weights, share_outside
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.samples import Batches

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, IS_CALL, NAMES, PHASE_NAMES, STEPS
-from megatron_prism.core.program import Program
-from megatron_prism.core.slices import HOST_INDEX
+from megatron_prism.core.programs.ops import CODE, IS_CALL, NAMES, PHASE_NAMES, STEPS
+from megatron_prism.core.programs.program import Program
+from megatron_prism.core.programs.slices import HOST_INDEX
 from megatron_prism.replay.costs.collectives import Calibration
 
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,

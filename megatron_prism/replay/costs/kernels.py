@@ -35,8 +35,8 @@ import numpy as np
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program
 from megatron_prism.replay.costs import machine
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.provenance import Provenance

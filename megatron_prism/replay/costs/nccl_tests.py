@@ -19,8 +19,8 @@ from typing import Annotated
 import msgspec
 
 from megatron_prism.core import foreign
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.programs.collectives import BY_NAME
 
 _PROGRAMS = {
     "all_reduce": "all_reduce",

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core import job_settings
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.replay.costs.kernels import KERNEL, product_type
 
 WIDE = ("tf32", "fp32")  # of fp32 operands

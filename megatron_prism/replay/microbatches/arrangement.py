@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE
+from megatron_prism.core.programs.ops import CODE
 from megatron_prism.replay.microbatches.captured import CapturedCut
 from megatron_prism.replay.microbatches.choice import Choice
 from megatron_prism.replay.microbatches.cut import Cut, Kind, Member, phases_of_steps

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import World
 from megatron_prism.replay.microbatches.choice import kind_in_words
 from megatron_prism.replay.microbatches.cut import BACKWARD, Cut, Kind, Member

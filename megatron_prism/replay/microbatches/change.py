@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.ops import CODE
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.replay.microbatches.arrangement import Arrangement
 from megatron_prism.replay.microbatches.captured import CapturedCut
 from megatron_prism.replay.microbatches.choice import MissingKindError, has_surroundings

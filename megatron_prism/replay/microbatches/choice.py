@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from megatron_prism.core.ops import PHASE_NAMES
+from megatron_prism.core.programs.ops import PHASE_NAMES
 from megatron_prism.replay.microbatches.cut import FORWARD, Cut, Kind, Member
 
 _AROUND = 4  # steps on each side that are compared

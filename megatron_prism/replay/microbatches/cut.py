@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_PAIR, PHASE_NAMES, STEPS
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE, DTYPE_NAMES, IS_PAIR, PHASE_NAMES, STEPS
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import World
 
 Member = tuple[int, int]  # phase, chunk

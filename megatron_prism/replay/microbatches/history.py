@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.program import Program
 from megatron_prism.replay.microbatches.storages import MemoryChanges
 
 _STORAGE, _BYTES, _LAUNCHES = 0, 1, 3  # columns of a history

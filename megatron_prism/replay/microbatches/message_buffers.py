@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, DTYPE_NAMES, ITEM_SIZE
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE, DTYPE_NAMES, ITEM_SIZE
+from megatron_prism.core.programs.program import Program
 
 # notes of tokens that come, in a schedule's program
 RECEIVED, OUTPUT, GRADIENT = "received", "output", "gradient"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_prism.core.errors import ProgramError, UsageError
-from megatron_prism.core.program import Programs
+from megatron_prism.core.programs.program import Programs
 from megatron_prism.replay.microbatches.choice import has_surroundings
 from megatron_prism.replay.microbatches.cut import Cut, microbatch_group_size
 

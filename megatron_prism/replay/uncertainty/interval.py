@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE
+from megatron_prism.core.programs.ops import CODE
 from megatron_prism.core.units import format_ns, format_share
 from megatron_prism.graph.issue_graph import COMPUTE
 from megatron_prism.replay.costs.collectives import OverlapFactors

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, NAMES
+from megatron_prism.core.programs.ops import CODE, NAMES
 from megatron_prism.graph.issue_graph import COMPUTE, HOST, LEAD
 from megatron_prism.replay.costs.host import MODELLED, ON_TARGET
 from megatron_prism.replay.timeline import Timeline, durations_of, of_nodes

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.megatron_source import engine_version
+from megatron_prism.core.jobs.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import absent, cuda_choices, kernels, state_space, triton
 from megatron_prism.runtime.devices.live_bytes import Engine, LiveBytes, workspaces

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.megatron_source import fields_of_class
+from megatron_prism.core.jobs.megatron_source import fields_of_class
 from megatron_prism.core.process_changes import ProcessChanges
 
 _H200 = types.SimpleNamespace(

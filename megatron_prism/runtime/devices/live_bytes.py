@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from megatron_prism.core.ops import BEGUN, EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.core.programs.ops import BEGUN, EMPTIED, WAITED
 from megatron_prism.runtime.devices import cuda, operators
 from megatron_prism.runtime.devices.host_shapes import HostShapes
 from megatron_prism.runtime.devices.operators import (

@@ -12,7 +12,7 @@ from contextlib import suppress
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_prism.core.gpu_state import GpuState
+from megatron_prism.core.programs.gpu_state import GpuState
 
 PERIOD_S = 0.02
 

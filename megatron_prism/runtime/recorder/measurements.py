@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
-from megatron_prism.core.program import Builder, Program
+from megatron_prism.core.programs.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.programs.program import Builder, Program
 from megatron_prism.runtime.recorder.kernel_times import Launches, device_ns
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 
 from megatron_prism.core import code_files
-from megatron_prism.core.ops import STEPS
+from megatron_prism.core.programs.ops import STEPS
 
 CALL_NS = 1_550  # of a function of Python
 KERNEL_NS = 42_500  # of a kernel of a forward or backward, with its operator and autograd's node

@@ -24,9 +24,9 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.ops import SHARED
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.program import Builder
+from megatron_prism.core.programs.ops import SHARED
+from megatron_prism.core.programs.program import Builder
 from megatron_prism.runtime.answers import reduce_op_name
 from megatron_prism.runtime.devices import cuda, kernels
 from megatron_prism.runtime.devices.moe_dispatch import loads
@@ -45,7 +45,7 @@ from megatron_prism.runtime.recorder.shapes_meter import Meter
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from megatron_prism.core.ops import Op
+    from megatron_prism.core.programs.ops import Op
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup

@@ -26,8 +26,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from megatron_prism.core.ops import CODE, OP, WAITED
-from megatron_prism.core.program import RepeatedEvents
+from megatron_prism.core.programs.ops import CODE, OP, WAITED
+from megatron_prism.core.programs.program import RepeatedEvents
 from megatron_prism.runtime.devices import cuda_graphs
 from megatron_prism.runtime.devices.live_bytes import Outline
 from megatron_prism.runtime.devices.moe_dispatch import loads
@@ -42,7 +42,7 @@ from megatron_prism.runtime.recorder.held_tensors import (
 from megatron_prism.runtime.virtual_world import TrafficCounter, current
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Builder, Program
+    from megatron_prism.core.programs.program import Builder, Program
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.recorder.recorder import Part, Position, Recorder
 

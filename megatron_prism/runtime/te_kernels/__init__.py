@@ -27,7 +27,7 @@ import sys
 import types
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.megatron_source import engine_version
+from megatron_prism.core.jobs.megatron_source import engine_version
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import triton
 from megatron_prism.runtime.te_kernels import (  # noqa: F401  (their rows enter the table)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.megatron_source import Release
+from megatron_prism.core.jobs.megatron_source import Release
 
 Kernel = Callable[..., Any]
 Quantizer = Any  # an object of Transformer Engine's, or None

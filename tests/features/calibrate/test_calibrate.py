@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.calibrate import calibrate
 from megatron_prism.features.predict.sampler import Sampler

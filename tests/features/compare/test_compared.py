@@ -11,8 +11,8 @@ import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.cli import what_ifs
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import save
-from megatron_prism.core.slices import FOUND_OF_RANKS
+from megatron_prism.core.programs.program import save
+from megatron_prism.core.programs.slices import FOUND_OF_RANKS
 from megatron_prism.features.compare.compare import compare
 from megatron_prism.memory.job_peaks import needed, peak_memory
 from megatron_prism.replay.priced_graph import WhatIf, price

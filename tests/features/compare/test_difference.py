@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megatron_prism.cli.main import main
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs, save
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.graph.difference import ComparedOp, difference, rows_of
 

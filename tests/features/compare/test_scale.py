@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.compare.scale import scale_changes
 from megatron_prism.replay.priced_graph import price
 

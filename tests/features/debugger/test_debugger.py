@@ -11,8 +11,8 @@ from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT
 from helpers.terminal import typed
 
-from megatron_prism.core.call_selector import CallSelector
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.programs.call_selector import CallSelector
 from megatron_prism.core.world import World
 from megatron_prism.features.debugger import debugger as module
 from megatron_prism.features.debugger import payloads

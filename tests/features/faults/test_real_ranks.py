@@ -12,10 +12,10 @@ import torch
 from helpers.needs import TRAINING
 from torch import distributed as dist
 
-from megatron_prism.core import fault_plan
 from megatron_prism.core.errors import HangError, UnsupportedError, UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs, save
+from megatron_prism.core.programs import fault_plan
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate.command_line import options as flags
 from megatron_prism.features.faults.call_guard import CallGuard, ProgramPeers

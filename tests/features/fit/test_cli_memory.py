@@ -13,10 +13,10 @@ import pytest
 
 from megatron_prism.cli import job_slices
 from megatron_prism.cli import main as cli
-from megatron_prism.core.ops import BEGUN
-from megatron_prism.core.program import save
-from megatron_prism.core.program_text import parse
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.programs.ops import BEGUN
+from megatron_prism.core.programs.program import save
+from megatron_prism.core.programs.program_text import parse
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.features.fit import command as fit_command
 from megatron_prism.features.fit.fit import TriedChange

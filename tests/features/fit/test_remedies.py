@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from megatron_prism.core import job_settings
-from megatron_prism.core.program import Builder
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.program import Builder
 from megatron_prism.features.fit import fit, loader_masks, remedies
 from megatron_prism.memory import blocks, peaks
 from megatron_prism.memory.allocator import Settings
@@ -238,9 +238,9 @@ KINDS = {
 def test_a_boththat_takes_the_advice_peaks_where_it_was_promised(tmp_path, kind):
     """Bytes of tensors within 5 %, at most a percent above the promise, and less than before."""
     pytest.importorskip("megatron.core")
-    from megatron_prism.core import recipe as recipes
-    from megatron_prism.core.program import load
-    from megatron_prism.core.slices import SliceStore
+    from megatron_prism.core.jobs import recipe as recipes
+    from megatron_prism.core.programs.program import load
+    from megatron_prism.core.programs.slices import SliceStore
     from megatron_prism.features.sweep.recipe_server import CaptureServer
 
     with contextlib.closing(CaptureServer()) as server:

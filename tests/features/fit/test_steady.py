@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_prism.core.ops import BEGUN, WAITED
-from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.programs.ops import BEGUN, WAITED
+from megatron_prism.core.programs.program import Builder, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.fit import report
 from megatron_prism.features.fit.fit import EXPANDABLE, fit

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program import Builder, Programs, save
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.program import Builder, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.features.fit import trials as trials_module
 from megatron_prism.features.fit.candidates import LineChange, ladders

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.programs.program import Builder, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.guard import baseline
 from megatron_prism.memory.job_peaks import peak_memory

@@ -6,7 +6,7 @@ import json
 import pytest
 
 # inner runs drop what they import, and with it the names in annotations that are looked up late
-import megatron_prism.core.recipe  # noqa: F401
+import megatron_prism.core.jobs.recipe  # noqa: F401
 import megatron_prism.emulate.jobs.recipe_job  # noqa: F401
 import megatron_prism.features.guard.baseline
 import megatron_prism.features.guard.command
@@ -146,7 +146,7 @@ def test_a_baseline_of_another_job_is_updated_by_pytest(pytester, job):
 
 def test_a_launch_line_may_be_longer_than_the_name_of_a_file(pytester, job, monkeypatch):
     """In a marker, and as the parameter of a test, of which the baseline's name is made."""
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.features.guard import pytest_plugin
 
     lines = [f"torchrun --nproc-per-node 2 a.py --lr 1 --data-path {'x' * 300}{n}" for n in "12"]
@@ -216,8 +216,8 @@ def test_figures_are_in_the_junit_report(pytester, job):
 def test_a_job_is_captured_once_for_all_tests_and_after_the_baseline_is_read(
     pytester, job, monkeypatch, job_line
 ):
-    from megatron_prism.core.program import save
-    from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.programs.program import save
+    from megatron_prism.core.programs.slices import open_programs
     from megatron_prism.emulate.jobs import recipe_job, script_job
     from megatron_prism.features.guard import pytest_plugin
 

@@ -15,8 +15,8 @@ from helpers.programs import FAULTS, healthy, with_rank
 from helpers.random_hangs import KINDS, judged, named
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import fault_plan
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs import fault_plan
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.hang import analyze as hang
 from megatron_prism.features.hang import diagnose, hypotheses
 from megatron_prism.features.hang import planting as faults
@@ -187,7 +187,7 @@ def test_bad_usage_ends_with_2(words, says, tmp_path, capsys):
 # -- standstills ----------------------------------------------------------------------------------
 def test_nothing_of_a_batch_is_launched_before_all_of_it():
     """A rank whose host or device stops between two calls of a coalesced one has made neither."""
-    from megatron_prism.core.program_text import parse
+    from megatron_prism.core.programs.program_text import parse
     from megatron_prism.graph import stall as quiescence
 
     text = "prism-program 1\nworld size=2 tp=2\nprogram rank=0 ranks=0-1\n"
@@ -203,7 +203,7 @@ def test_nothing_of_a_batch_is_launched_before_all_of_it():
 
 
 def test_a_barrier_holds_the_host_until_everybody_has_come():
-    from megatron_prism.core.program_text import parse
+    from megatron_prism.core.programs.program_text import parse
     from megatron_prism.graph import stall as quiescence
 
     text = """prism-program 1

@@ -9,8 +9,8 @@ from helpers import hang_worlds
 from helpers.hang_worlds import CASES
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import fault_plan
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.programs import fault_plan
 from megatron_prism.features.hang import diagnose
 from megatron_prism.features.hang import planting as fault_planting
 from megatron_prism.features.hang.diagnose import diagnose_graph
@@ -83,7 +83,7 @@ def test_a7_the_class_that_runs_out_of_memory_is_named(tmp_path):
     pytest.importorskip("megatron.core")
     from helpers import make_worlds
 
-    from megatron_prism.core.slices import assemble
+    from megatron_prism.core.programs.slices import assemble
 
     line = "uneven: world=8 pp=4 layers=8 first=1 last=3 m=4"
     programs = assemble(make_worlds.captured(line, tmp_path)["uneven"])

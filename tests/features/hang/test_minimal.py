@@ -13,8 +13,8 @@ from helpers.programs import drop, with_rank
 from helpers.random_hangs import dumps_of
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.hang.diagnose import diagnose
 from megatron_prism.features.hang.dumps import DumpSet, of_value

@@ -15,10 +15,10 @@ from helpers.programs import healthy
 from helpers.random_hangs import dumps_of
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.call_selector import NthCall
-from megatron_prism.core.fault_plan import parse
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.call_selector import NthCall
+from megatron_prism.core.programs.fault_plan import parse
+from megatron_prism.core.programs.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
+from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import World
 from megatron_prism.emulate.command_line import options
 from megatron_prism.emulate.rank.session import Run

@@ -7,7 +7,7 @@ from helpers import production, rendered_logs
 from helpers.production import CASES
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import program
+from megatron_prism.core.programs import program
 from megatron_prism.features.hang import export
 from megatron_prism.features.hang.diagnose import diagnose
 from megatron_prism.features.hang.logs import read_logs

@@ -14,8 +14,8 @@ from helpers.dump_values import Dump, verdict
 from helpers.flight_dumps import FULL, GIL, judged, said, values
 from helpers.production import ACTIVE, DP, EP, another, stands
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.hang import export
 from megatron_prism.graph import stall
 

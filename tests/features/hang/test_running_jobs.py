@@ -7,7 +7,7 @@ from helpers import hang_worlds, random_hangs, running_jobs
 from helpers.dump_values import Dump, verdict
 from helpers.programs import healthy
 
-from megatron_prism.core.ops import Op
+from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.world import World
 from megatron_prism.features.hang import analyze
 from megatron_prism.features.hang.dumps import DumpSet, of_value
@@ -33,7 +33,7 @@ def saving(*skips):
 @pytest.mark.parametrize("active", [True, False], ids=["outstanding only", "history"])
 @pytest.mark.parametrize("skips", [(5,), (11,), (8, 9, 10, 11, 12, 13, 14, 15)])
 def test_who_skips_a_call_and_goes_on_is_named(skips, active):
-    from megatron_prism.core.program import Program, Programs
+    from megatron_prism.core.programs.program import Program, Programs
 
     ops = saving(*skips)
     programs = Programs.one_per_rank([Program.from_ops(r, o) for r, o in enumerate(ops)], WORLD)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.needs import TRAINING
 
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.features.hang import logs
 from megatron_prism.features.hang.analyze import diagnose_dumps
 from megatron_prism.features.hang.diagnose import diagnose

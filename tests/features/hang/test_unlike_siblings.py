@@ -9,8 +9,8 @@ from helpers.flight_dumps import FULL
 from helpers.production import ACTIVE
 from helpers.random_hangs import dumps_of, named
 
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.hang import analyze as hang
 from megatron_prism.graph import stall

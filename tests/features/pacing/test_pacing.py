@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate.command_line import options as flags
 from megatron_prism.features.pacing import pace, shared_memory

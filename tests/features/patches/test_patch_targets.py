@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import megatron_source
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.jobs import megatron_source
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks, patch
 from megatron_prism.emulate.patches import PATCHES, without_cuda

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program import Builder, Programs, save
+from megatron_prism.core.programs.program import Builder, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.features.phases.footprint import footprint
 from megatron_prism.features.phases.phases import follow, phases

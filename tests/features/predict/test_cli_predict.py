@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import program
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.program_text import parse
 
 TEXT = """prism-program 1
 world size=4 tp=2

@@ -7,10 +7,10 @@ import statistics
 import numpy as np
 import pytest
 
-from megatron_prism.core import program
 from megatron_prism.core.errors import PrismError, ProgramError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs import program
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.predict.distributions import (
     Distribution,

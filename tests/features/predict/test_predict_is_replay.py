@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracles.naive_replay import random_programs
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.replay.priced_graph import WhatIf, price
 
 TWO_STAGES = """prism-program 1

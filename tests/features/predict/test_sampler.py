@@ -11,8 +11,8 @@ from helpers.pricing import priced
 from helpers.spreads import ALL, TP, pipeline, same, spread, still
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.predict.distributions import Distribution, quantile
 from megatron_prism.features.predict.predict import predict

@@ -12,7 +12,7 @@ from helpers.small_slices import TP, store_in
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.slices import assemble, open_programs
+from megatron_prism.core.programs.slices import assemble, open_programs
 
 HAS_MEGATRON = bool(importlib.util.find_spec("megatron"))
 

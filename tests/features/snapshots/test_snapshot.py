@@ -9,7 +9,7 @@ import pytest
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.programs.program import Builder, Programs
 from megatron_prism.features.fit import oom
 from megatron_prism.features.snapshots import snapshot
 from megatron_prism.memory import peaks

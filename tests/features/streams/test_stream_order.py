@@ -9,7 +9,7 @@ from helpers.needs import MEGATRON
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.features.streams import trace as traces
 from megatron_prism.features.streams.order import FaultKind, check_trace

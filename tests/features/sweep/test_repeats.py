@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers.programs import without_host
 
-from megatron_prism.core import recipe as recipes
-from megatron_prism.core.program import load
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.programs.program import load
+from megatron_prism.core.programs.slices import SliceStore
 from megatron_prism.emulate.capture import capture
 from megatron_prism.emulate.processes import workers
 from megatron_prism.emulate.rank.monitor import TrainingMonitor

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.features.sweep import layout, space, sweep
 
 LLAMA = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200")

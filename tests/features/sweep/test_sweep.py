@@ -17,8 +17,8 @@ from helpers.programs import without_host
 
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
-from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.features.sweep import evaluate, layout
 from megatron_prism.features.sweep import sweep as ranking
 from megatron_prism.features.sweep.space import SweepPoint

@@ -5,7 +5,7 @@ from helpers.metamorphic import MACHINE, TINY, captured, memory, ns
 from helpers.needs import MEGATRON
 
 import megatron_prism as prism
-from megatron_prism.core import recipe as recipes
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.features.sweep import space
 from megatron_prism.memory.recipe_bound import memory_bound
 

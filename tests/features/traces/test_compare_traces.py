@@ -7,7 +7,7 @@ import pytest
 from helpers.kineto import Trace, two_ranks
 
 from megatron_prism.cli.main import main
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.traces.compare import compare_traces
 from megatron_prism.replay.priced_graph import replay
 

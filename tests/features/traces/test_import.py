@@ -10,8 +10,8 @@ from helpers.kineto import Trace, two_ranks
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program_text import parse
-from megatron_prism.core.slices import open_programs
+from megatron_prism.core.programs.program_text import parse
+from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.features.predict.variability import read_variability
 from megatron_prism.features.traces.programs import import_traces
 from megatron_prism.features.traces.variance import vary

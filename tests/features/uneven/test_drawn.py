@@ -9,11 +9,11 @@ import pytest
 from helpers.programs import DP, EP, PP
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program, Programs
-from megatron_prism.core.program_text import dump
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.program_text import dump
 from megatron_prism.core.world import World
 from megatron_prism.features.uneven.drawn import (
     _lines_of_times,

@@ -14,7 +14,7 @@ import pytest
 from helpers import forks
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import recipe as recipes
+from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.emulate.jobs import recipe_job
 
 pytest.importorskip("megatron.core")

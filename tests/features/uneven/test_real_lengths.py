@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism.core import recipe as recipes
-from megatron_prism.core import slices
-from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.groups import of_family
+from megatron_prism.core.jobs import recipe as recipes
+from megatron_prism.core.programs import slices
+from megatron_prism.core.programs.collectives import BY_NAME
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 
 pytest.importorskip("megatron.core")

@@ -5,9 +5,9 @@ import json
 import numpy as np
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import job_settings
-from megatron_prism.core.program import Builder, Programs
-from megatron_prism.core.program_text import dump
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs.program import Builder, Programs
+from megatron_prism.core.programs.program_text import dump
 from megatron_prism.core.world import World
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.run_memory import run_memory

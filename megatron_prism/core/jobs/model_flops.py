@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.jobs.recipe import Recipe
 
 # layers that this module does not know
 _OTHER = ("experimental_attention_variant", "attention_output_gate", "moe_latent_size")

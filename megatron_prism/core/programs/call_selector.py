@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import UsageError, did_you_mean, refuse
 from megatron_prism.core.groups import named_group, short_names
-from megatron_prism.core.ops import NAMES, PHASES, CallLabel
+from megatron_prism.core.programs.collectives import TABLE
+from megatron_prism.core.programs.ops import NAMES, PHASES, CallLabel
 from megatron_prism.core.world import AXES
 
 _FIELDS = {"rank": "rank", "iter": "iteration", "mb": "microbatch"}

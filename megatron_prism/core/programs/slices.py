@@ -19,13 +19,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core import feature, job_settings, shard
+from megatron_prism.core import feature
 from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
 from megatron_prism.core.files import check_writable, claimed
-from megatron_prism.core.gpu_state import GPU_CLOCK
-from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
-from megatron_prism.core.program import FIX, Program, Programs, load, save
-from megatron_prism.core.program_text import parse
+from megatron_prism.core.jobs import job_settings
+from megatron_prism.core.programs import shard
+from megatron_prism.core.programs.gpu_state import GPU_CLOCK
+from megatron_prism.core.programs.ops import CODE, IS_PAIR, SHARED
+from megatron_prism.core.programs.program import FIX, Program, Programs, load, save
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.core.world import AXES, World, format_ranks
 
 WORLD = "world.prism"  # the slices of a folder joined

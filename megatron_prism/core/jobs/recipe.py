@@ -25,7 +25,7 @@ import yaml
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import RecipeError, WorldError, did_you_mean
-from megatron_prism.core.megatron_source import fields_of_class
+from megatron_prism.core.jobs.megatron_source import fields_of_class
 from megatron_prism.core.world import (
     DEFAULT_ORDER,
     MOST_EXPERTS,
@@ -504,7 +504,7 @@ def given(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
 
 def shipped() -> dict[str, Path]:
     """Return the recipes that come with the package, installed or in a checkout: name -> file."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     for folder in (package / "recipes", package.parent / "recipes"):
         files = sorted(folder.glob("*.yaml"))
         if files:

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import msgspec
 
 from megatron_prism.core import foreign
-from megatron_prism.core.call_selector import CallSelector, NthCall
 from megatron_prism.core.errors import UsageError, did_you_mean
-from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel, Op
+from megatron_prism.core.programs.call_selector import CallSelector, NthCall
+from megatron_prism.core.programs.ops import DTYPES, NAMES, REDUCE, CallLabel, Op
 from megatron_prism.core.units import counted
 from megatron_prism.core.world import World, format_ranks
 

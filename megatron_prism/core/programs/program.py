@@ -22,7 +22,7 @@ import numpy.typing
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.files import whole_file
-from megatron_prism.core.ops import (
+from megatron_prism.core.programs.ops import (
     ALLOCATION,
     CODE,
     CODED,

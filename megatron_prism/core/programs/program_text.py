@@ -30,8 +30,8 @@ import numpy as np
 
 from megatron_prism.core import units
 from megatron_prism.core.errors import PrismError, ProgramError, WorldError, did_you_mean
-from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, UNKNOWN, Op, limits
-from megatron_prism.core.program import Builder, Program, Programs
+from megatron_prism.core.programs.ops import DTYPES, NAMES, PHASES, REDUCE, UNKNOWN, Op, limits
+from megatron_prism.core.programs.program import Builder, Program, Programs
 from megatron_prism.core.world import MOST_RANKS, World, format_ranks
 
 VERSION = 1

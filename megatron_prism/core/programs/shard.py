@@ -11,8 +11,8 @@ import re
 
 import numpy as np
 
-from megatron_prism.core.ops import CODE, DTYPE_NAMES, PHASE_NAMES
-from megatron_prism.core.program import Program
+from megatron_prism.core.programs.ops import CODE, DTYPE_NAMES, PHASE_NAMES
+from megatron_prism.core.programs.program import Program
 
 BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
 SCALAR = 512  # bytes; what is smaller is of a step, not of parameters

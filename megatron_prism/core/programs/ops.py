@@ -32,8 +32,8 @@ from functools import cache
 
 import numpy as np
 
-from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import ProgramError
+from megatron_prism.core.programs.collectives import TABLE
 
 NAMES = ("compute", "record", "wait", "host_wait", "grad_sync", "param_sync", "mark") + tuple(
     row.name for row in TABLE
