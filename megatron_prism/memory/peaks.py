@@ -7,7 +7,8 @@ reserved  : segments of the caching allocator: modelled, by replaying them (``al
 device    : reserved and context, workspaces, NCCL: ``nccl_buffers``, where calibrated
 
 What is alive has a kind.  The recorder tags what stands before the iteration (``param``, ``grad``,
-``optim``); what comes to be later is told from how it lives:
+``optim``, ``master``) and masks of attention that a data loader makes (``mask``); what else comes
+to be later is told from how it lives:
 
 act    : made in a forward, and alive when that forward is over
 comm   : made where Megatron communicates (p2p, gathers, gradient buckets)
@@ -34,7 +35,19 @@ from megatron_prism.core.programs.ops import BEGUN, PHASE_NAMES, TEXTS, Op
 from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import AXES, World, format_ranks
 
-KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "graph", "work", "other")
+KINDS = (
+    "param",
+    "grad",
+    "optim",
+    "master",
+    "act",
+    "comm",
+    "tmp",
+    "graph",
+    "work",
+    "mask",
+    "other",
+)
 _COMM = re.compile(r"p2p_communication\.py|tensor_parallel/mappings\.py|param_and_grad_buffer\.py")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _KEPT_KIND = {"backward": "grad", "weight": "grad", "optimizer": "optim"}  # by phase

@@ -432,7 +432,8 @@ def _earlier_peak(program: Program, allocations: np.ndarray) -> np.ndarray:
     state_sizes: dict[str, Counter[int]] = {}
     for note, size in zip(standing["note"].tolist(), standing["bytes"].tolist(), strict=True):
         text = program.strings[note]
-        if text.startswith("optim:"):
+        is_state = text.startswith(shard.STATE_NOTES)
+        if is_state:
             state_sizes.setdefault(text, Counter())[size] += 1
     rows: list[tuple[int, int, int]] = []
     replaced: set[str] = set()

@@ -1,8 +1,8 @@
 // Memory: what the device holds at the peak, what is alive over time, and what that is, by class.
 
 const MEMORY = DATA.memory;
-const CATEGORIES = { param: ["weights", "param"], grad: ["gradients", "backward"], optim: ["optimizer", "optimizer"], act: ["activations", "forward"],
-  comm: ["communication", "comm"], tmp: ["temporaries", "tmp"], graph: ["CUDA graphs", "path"], work: ["workspaces", "work"], other: ["other", "other"] };
+const CATEGORIES = { param: ["weights", "param"], grad: ["gradients", "backward"], optim: ["optimizer", "optimizer"], master: ["master weights", "master"], act: ["activations", "forward"],
+  comm: ["communication", "comm"], tmp: ["temporaries", "tmp"], graph: ["CUDA graphs", "path"], work: ["workspaces", "work"], mask: ["attention masks", "mask"], other: ["other", "other"] };
 const category = (kind) => CATEGORIES[kind][0], categoryColour = (kind) => `var(--${CATEGORIES[kind][1]})`;
 const series = (one, by) => by === "module" ? one.modules.map((name, i) => [name || "no module", `hsl(${(40 + 137 * i) % 360} 45% 55%)`])
   : one.kinds.map((kind) => [category(kind), categoryColour(kind)]);
@@ -17,7 +17,7 @@ function memoryCards() {
     [room === null || room >= 0 ? "left below the limit" : "above the limit", room === null ? null : formatBytes(Math.abs(room)),
       room === null ? "no limit is known" : `of ${formatBytes(MEMORY.limit)}`],
     ["allocated", formatBytes(one.allocated), "live tensors"],
-    ...one.parts.filter(([kind]) => ["act", "param", "grad", "optim"].includes(kind)).map(([kind, bytes]) => [category(kind), formatBytes(bytes), "at the peak"])];
+    ...one.parts.filter(([kind]) => ["act", "param", "grad", "optim", "master"].includes(kind)).map(([kind, bytes]) => [category(kind), formatBytes(bytes), "at the peak"])];
 }
 
 // ---- every class at its peak, against the limit

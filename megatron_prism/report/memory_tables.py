@@ -20,11 +20,13 @@ KINDS = {
     "param": "weights",
     "grad": "gradients",
     "optim": "optimizer",
+    "master": "master weights",
     "act": "activations",
     "comm": "communication",
     "tmp": "temporaries",
     "graph": "CUDA graphs",
     "work": "workspaces",
+    "mask": "attention masks",
     "other": "other",
 }
 PARTS = {

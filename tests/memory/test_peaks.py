@@ -54,8 +54,8 @@ def test_what_is_alive_at_the_peak():
     assert top.num_bytes == 1000 + 2000 + 300 + 7 + 64 + 32 + 8 + 128
     assert (top.op.label, top.index, top.site) == ("0B0", 3, "core/schedules.py:1")
     assert top.by_kind == {
-        "param": 1000, "grad": 2000, "optim": 300, "act": 96, "comm": 8, "tmp": 128, "graph": 0,
-        "work": 0, "other": 7,
+        "param": 1000, "grad": 2000, "optim": 300, "master": 0, "act": 96, "comm": 8, "tmp": 128,
+        "graph": 0, "work": 0, "mask": 0, "other": 7,
     }  # fmt: skip
     assert sum(top.by_kind.values()) == top.num_bytes
     act = next(h for h in top.holdings if h.kind == "act")

@@ -455,7 +455,7 @@ def test_buffers_of_megatron_fsdp_say_what_they_hold():
         return notes[tensor.untyped_storage()._cdata]
 
     assert note_of(group.model_weight_buffer.data) == "param:buffer of weights"
-    assert note_of(group.main_weight_buffer.data) == "optim:main parameters"
+    assert note_of(group.main_weight_buffer.data) == "master:main parameters"
     assert note_of(group.main_grad_buffer.data) == "grad:main parameters"  # of a shard's size
     assert note_of(group.hfsdp_helper_gbuf.data) == "grad:main gradients"
     assert note_of(model.weight) == "param:weight"

@@ -16,8 +16,10 @@ from megatron_prism.core.programs.program import Program
 
 BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
 SCALAR = 512  # bytes; what is smaller is of a step, not of parameters
+# how notes of the optimizer's states begin, its main parameters among them
+STATE_NOTES = ("optim:", "master:")
 _OPTIMIZER = PHASE_NAMES.index("optimizer")
-_STATES = re.compile(r"optim:|grad:main parameters$")  # notes of what has a shard's size
+_STATES = re.compile(r"(?:optim|master):|grad:main parameters$")  # notes of what has a shard's size
 # as runtime.recorder.owners names a storage of several
 _PARAMETERS = re.compile(r"param:(?:buffer of (\d+) parameters|.*?(?:\[(\d+)\])?)$")
 _COSTS = ("ns", "host", "lead", "products", "flops", "traffic", "kernels")
@@ -130,7 +132,7 @@ def without_shard(program: Program) -> Program:
     # a small tensor of a step belongs to one of its parameters, of which shards have some
     coming, _ = storages(program)
     of_shard = np.isin(memory["storage"], memory["storage"][coming])
-    is_optimizer_note = np.array([text.startswith("optim:") for text in program.strings])
+    is_optimizer_note = np.array([text.startswith(STATE_NOTES) for text in program.strings])
     of_optimizer = _memory_of_step(program) | is_optimizer_note[memory["note"]]
     small = (np.abs(memory["bytes"]) < SCALAR) & of_optimizer
 

@@ -11,7 +11,7 @@ from megatron_prism.memory import allocator, peaks
 from megatron_prism.memory.job_peaks import ClassMemoryFigures, needed
 
 # kind of memory/peaks.py -> part
-_PART_OF_KIND = {"param": WEIGHTS, "grad": GRADIENTS, "optim": OPTIMIZER}
+_PART_OF_KIND = {"param": WEIGHTS, "grad": GRADIENTS, "optim": OPTIMIZER, "master": OPTIMIZER}
 
 
 @dataclass(frozen=True)

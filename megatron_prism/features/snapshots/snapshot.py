@@ -29,6 +29,7 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.programs.ops import EMPTIED, STEPS
 from megatron_prism.core.programs.program import Builder, Program, Programs
 from megatron_prism.core.rendering import Rendered
+from megatron_prism.features.snapshots import owners
 from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 from megatron_prism.memory.blocks import as_blocks
 from megatron_prism.memory.peaks import (
@@ -108,14 +109,19 @@ class AllocationSite:
     Attributes:
         site: Megatron's line.
         phase: That its frames name ("" if none).
-        kind: Whose it is (``param``, ``grad``, ``optim``, ``buffer`` of the two first, or "").
+        kind: Whose it is (``param``, ``grad``, ``optim``, ``work``, ``buffer`` of the
+            two first, or "").
         known: Whether there were any frames.
+        maker: The line of a function that makes blocks of several kinds, if one runs.
+        batch_functions: Names of functions that run and get a batch.
     """
 
     site: str = ""
     phase: str = ""
     kind: str = ""
     known: bool = False
+    maker: owners.Maker | None = None
+    batch_functions: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -257,13 +263,14 @@ def _fullest_device(file: _File) -> int:
 
 @dataclass
 class _Life:
-    """A block in use: its number, what was asked for and what it takes, and when it came."""
+    """A block in use: its number, what was asked for and what it takes, when and where it came."""
 
     number: int
     asked: int
     size: int
     iteration: int
     phase: str
+    site: str
 
 
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -327,6 +334,9 @@ class _History:
         self.iteration = 0
         self.steps = {"forward": 0, "backward": 0}
         self.gradients = self._line_of_gradients()
+        self._kind_of_maker = self._kinds_of_makers()
+        self._batch = owners.LoadedBatch()
+        self._owner_of_block: dict[int, str] = {}  # of blocks whose stacks do not say it alone
 
     def _line_of_gradients(self) -> str:
         """Return the last line that makes buffers: those of parameters come before."""
@@ -337,6 +347,16 @@ class _History:
                 if place.kind == "buffer":
                     lines.add(place.site)
         return max(lines, default="", key=_line_number)
+
+    def _kinds_of_makers(self) -> dict[owners.Maker, str]:
+        """Return the kinds of what lines make whose functions make several kinds."""
+        blocks: list[tuple[owners.Maker, int]] = []
+        for event in self.events:
+            if event.action == "alloc":
+                maker = self.place(event.frames).maker
+                if maker is not None:
+                    blocks.append((maker, event.size))
+        return owners.kinds_of_makers(blocks)
 
     def run(self) -> Snapshot:
         """Read all events."""
@@ -370,7 +390,9 @@ class _History:
             elif event.action == "oom":
                 refused = _RefusedRequest(event, self.place(event.frames), self.iteration)
         self._mark()
+        self._end_batch()
         self._own_workspaces()
+        self.builder.own(self._owner_of_block)
 
         # segments are compared with the model where it saw all of them
         program = self.builder.build(0)
@@ -398,12 +420,29 @@ class _History:
         Python's frames show the product alone.  A block of just that size that a step of an earlier
         iteration made and that is in use at the end is one: tensors of a step are gone by then.
         """
-        owners: dict[int, str] = {}
         for life in self.alive.values():
             is_of_step = life.phase in ("forward", "backward") and life.iteration < self.iteration
             if life.asked in _CUBLAS_WORKSPACES and is_of_step:
-                owners[life.number] = "work:cuBLAS workspace"
-        self.builder.own(owners)
+                self._owner_of_block[life.number] = "work:cuBLAS workspace"
+
+    def _own_kept(self) -> None:
+        """Name what a forward made and the next iteration finds: no activation, but a cache.
+
+        Transformer Engine's weights in FP8, Megatron's buffer of gathered tensors, tables of rotary
+        embeddings; and Megatron-FSDP's gathered weights.  Slices find them in front of their
+        iteration.
+        """
+        for life in self.alive.values():
+            is_gone = life.number in self.machine.retired
+            if life.phase == "forward" and life.iteration < self.iteration and not is_gone:
+                owner = "param:" if owners.FSDP_FILE in life.site else "other:"
+                self._owner_of_block.setdefault(life.number, owner)
+
+    def _end_batch(self) -> None:
+        """Name the masks of a batch, which is whole now."""
+        for number in self._batch.masks():
+            self._owner_of_block[number] = "mask:attention mask"
+        self._batch = owners.LoadedBatch()
 
     def _segment_changes(self, event: _Event) -> None:
         """Let the allocator know that it got a segment, or gave one back."""
@@ -471,6 +510,7 @@ class _History:
         if phase == "forward" and self.phase not in ("forward", "backward"):
             self.iteration += 1
             self.steps = {"forward": 0, "backward": 0}
+            self._own_kept()
         if phase in self.steps:
             self.steps[phase] += 1
         self.phase = phase
@@ -491,13 +531,19 @@ class _History:
         kind = place.kind
         if kind == "buffer":
             kind = "grad" if place.site == self.gradients else "param"
+        elif place.maker is not None:
+            kind = self._kind_of_maker.get(place.maker, kind)
+        if place.batch_functions:
+            self._batch.add(number, size, place.batch_functions)
+        elif self._batch.whole:
+            self._end_batch()
         owner = f"{kind}:" if kind else ""
         # kept blocks of it are gradients where there is no buffer of them, else workspaces
         site = place.site
         if not site and self.phase == "backward" and not self.gradients:
             site = _AUTOGRAD
         rounded_size = self.machine.live[number][-1].size
-        life = _Life(number, size, rounded_size, self.iteration, self.phase)
+        life = _Life(number, size, rounded_size, self.iteration, self.phase, site)
         self.alive[address] = life
         self.builder.memory(number, life.size, f"{owner} @{site}", stream_number)
 
@@ -565,20 +611,11 @@ _PHASES = (
 )
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """A frame of a stack."""
-
-    file: str
-    function: str
-    line: int
-
-
 def _place(values: Any) -> AllocationSite:
     """Return where a list of frames is, innermost first."""
-    frames: list[_Frame] = []
+    frames: list[owners.Frame] = []
     for value in values:
-        frames.append(_Frame(str(value["filename"]), str(value["name"]), int(value["line"])))
+        frames.append(owners.Frame(str(value["filename"]), str(value["name"]), int(value["line"])))
     functions = {frame.function for frame in frames}
     python = [(frame.file, frame.line) for frame in frames if _PYTHON.fullmatch(frame.file)]
     site = _site(python)
@@ -595,7 +632,14 @@ def _place(values: Any) -> AllocationSite:
         kind = "optim"
     elif not phase and functions & _BUILDERS:
         kind = "param"
-    return AllocationSite(site, phase, kind, bool(frames))
+    return AllocationSite(
+        site=site,
+        phase=phase,
+        kind=kind,
+        known=bool(frames),
+        maker=owners.maker_of(frames),
+        batch_functions=frozenset(filter(owners.gets_batch, functions)),
+    )
 
 
 def _phase(functions: set[str], is_optimizer: bool) -> str:

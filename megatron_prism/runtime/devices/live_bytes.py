@@ -446,7 +446,7 @@ class LiveBytes(TorchDispatchMode):
         if self._silent is not None and before is None:
             self._silent[number] = size
         else:
-            self._notify(number, size - counted_size)
+            self._notify(number, size - counted_size, tensor)
         if self.now > self._seen:
             self._mark()
 
@@ -472,13 +472,13 @@ class LiveBytes(TorchDispatchMode):
 
         changes.set(torch.UntypedStorage, "resize_", resize_)
 
-    def _notify(self, number: int, change: int) -> None:
+    def _notify(self, number: int, change: int, tensor: torch.Tensor | None = None) -> None:
         if not change:  # to the history 0 bytes mean something else
             return
         if self.history is not None:
             self.history.moved(number, change)
         if self.meter is not None:
-            note = self.meter.moved(number, change)
+            note = self.meter.moved(number, change, tensor)
             if note:
                 self._notes[number] = note
 

@@ -119,7 +119,7 @@ class AllocationOwners:
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._hooks: list[RemovableHandle] = []
-        self._notes: dict[tuple[str, str, bool], str] = {}
+        self._notes: dict[tuple[str, str, str], str] = {}
 
     # -- while an iteration runs ------------------------------------------------------------------
     def follow_forwards(self) -> None:
@@ -161,14 +161,22 @@ class AllocationOwners:
         """Its name in the model, "" if it is no part of it."""
         return self._names.get(id(module), "")
 
-    def note(self) -> str:
-        """Of a storage that comes to be now; what CUDA graphs are made of has a kind of its own."""
+    def note(self, tensor: torch.Tensor | None = None) -> str:
+        """Of a storage that comes to be now, with ``tensor``.
+
+        Masks of a data loader, and what CUDA graphs are made of, have kinds of their own.
+        """
+        frame = sys._getframe(1)
         module = self.module()
-        site = self.sites.find(sys._getframe(1), foreign=True)
-        key = module, site, cuda_graphs.creating
+        site = self.sites.find(frame, foreign=True)
+        kind = ""
+        if not module and tensor is not None and _is_loaders_mask(tensor, frame):
+            kind = "mask:attention mask"
+        elif cuda_graphs.creating:
+            kind = "graph:"
+        key = module, site, kind
         text = self._notes.get(key)
         if text is None:
-            kind = "graph:" if cuda_graphs.creating else ""
             place = f" @{site}" if site else ""
             text = self._notes[key] = f"{kind}{module}{place}".strip()
         return text
@@ -187,7 +195,7 @@ class AllocationOwners:
         """Storage address -> (kind, name, bytes) of each tensor of ``standing`` that it holds."""
         parts: dict[int, list[tuple[str, str, int]]] = {}
         sources = (
-            self._of_buffers("optim", "grad"),
+            self._of_buffers("master", "grad"),
             self._of_models(),
             self._of_buffers("param"),
             self._of_optimizer(),
@@ -239,17 +247,37 @@ class AllocationOwners:
             inner = getattr(part, "optimizer", part)
             for group in getattr(inner, "param_groups", None) or ():
                 for parameter in group["params"]:
-                    yield "optim", "main parameters", parameter
+                    yield "master", "main parameters", parameter
                     yield "grad", "main parameters", parameter.grad
             for state in (getattr(inner, "state", None) or {}).values():
                 if not isinstance(state, dict):
                     continue
                 for name, tensor in state.items():
-                    yield "optim", str(name), tensor
+                    # Transformer Engine's FusedAdam keeps the parameters in FP32 among its states
+                    kind = "master" if name == "master_param" else "optim"
+                    yield kind, str(name), tensor
                     # moments in FP8, --exp-avg-sq-dtype fp8
                     local_tensor = getattr(tensor, "_local_tensor", tensor)
                     for part in _parts(local_tensor):
-                        yield "optim", str(name), part
+                        yield kind, str(name), part
+
+
+def _is_loaders_mask(tensor: torch.Tensor, frame: FrameType | None) -> bool:
+    """Say whether a tensor is a mask of sequence x sequence, of a function that gets a batch.
+
+    Megatron's loaders have one per sample: get_batch of pretrain_gpt.py, get_batch_on_this_tp_rank,
+    get_batch_on_this_cp_rank; Megatron-Bridge's are named alike.
+
+    tensor : of the storage
+    frame  : in which it comes to be
+    """
+    if tensor.dtype != torch.bool or tensor.dim() < 3:
+        return False
+    while frame is not None:
+        if frame.f_code.co_name.startswith("get_batch"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _of_group(group: object) -> Iterator[tuple[str, str, object]]:
@@ -259,7 +287,7 @@ def _of_group(group: object) -> Iterator[tuple[str, str, object]]:
         if not isinstance(data, torch.Tensor) or not hasattr(buffer, "is_data_distributed"):
             continue
         if name.startswith("main_weight"):
-            yield "optim", "main parameters", data
+            yield "master", "main parameters", data
         elif "grad" in name or "gbuf" in name:
             # a shard's, where replicas share gradients out
             shared_out = buffer.is_data_distributed

@@ -109,11 +109,14 @@ class Meter:
         self._names: dict[object, str] = {}
         self._held: list[tuple[str, int, int, list[torch.Tensor]]] | None = None
         self.memory: Callable[[int, int, str], None] | None = None
-        self.note: Callable[[], str] | None = None  # whose a storage is that comes to be now
+        # whose a storage is that comes to be now, of the tensor that it comes with, if one is known
+        self.note: Callable[[torch.Tensor | None], str] | None = None
 
-    def moved(self, storage: int, num_bytes: int) -> str:
+    def moved(self, storage: int, num_bytes: int, tensor: torch.Tensor | None = None) -> str:
         """A storage came to be, grew or (negative) went; returns whose it is, if that is known."""
-        note = self.note() if num_bytes > 0 and self.note is not None else ""
+        note = ""
+        if num_bytes > 0 and self.note is not None:
+            note = self.note(tensor)
         if self.memory is not None and num_bytes:
             self.memory(storage, num_bytes, note)
         return note
