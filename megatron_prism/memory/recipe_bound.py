@@ -39,7 +39,7 @@ def memory_bound(recipe: Recipe) -> int:
     like theirs (``_LESS``) only weights and gradients in two bytes count.
     """
     # a layout that is spelt out: the embedding alone is counted
-    is_spelt_out = bool(recipe.hybrid_override_pattern or recipe.pipeline_model_parallel_layout)
+    is_spelt_out = bool(recipe.is_hybrid or recipe.pipeline_model_parallel_layout)
     layers = 0
     if not is_spelt_out:
         layers = _first_layers(recipe)

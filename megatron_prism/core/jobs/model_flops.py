@@ -14,7 +14,7 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
     """
     m, tokens = recipe, recipe.global_batch_size * recipe.seq_length
     figures = {"tokens_per_iteration": str(tokens)}
-    has_other_parts = m.multi_latent_attention or m.mtp_num_layers or m.hybrid_override_pattern
+    has_other_parts = m.multi_latent_attention or m.mtp_num_layers or m.is_hybrid
     if has_other_parts or any(m.flags.get(key) for key in _OTHER):
         return figures
     query, keys = m.head_size * m.num_attention_heads, m.head_size * m.groups

@@ -247,6 +247,11 @@ class Recipe:
         return dataclasses.replace(self, flags=flags, **sections)
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether its layers are of several kinds: attention, Mamba, MLP."""
+        return bool(self.hybrid_override_pattern)
+
+    @property
     def world(self) -> World:
         """The job's ranks.  WorldError when the sizes do not fit."""
         sizes = {axis: getattr(self, SHORT[axis]) for axis in _AXES}
@@ -372,7 +377,7 @@ class Recipe:
             flags.pop("num_virtual_stages_per_pipeline_rank", None)
             flags["pipeline_model_parallel_layout"] = self.pipeline_model_parallel_layout
         flags["group_query_attention"] = self.num_query_groups is not None
-        flags["is_hybrid_model"] = self.hybrid_override_pattern is not None
+        flags["is_hybrid_model"] = self.is_hybrid
         if self.data_path is None:
             flags |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
         return flags

@@ -443,7 +443,7 @@ def transformer_config(recipe: Recipe) -> Foreign:
         "bias_dropout_fusion": te,
         "bias_activation_fusion": te and (r.swiglu or r.add_bias_linear),
         "moe_permute_fusion": te and r.num_experts is not None,
-        "is_hybrid_model": bool(r.hybrid_override_pattern),
+        "is_hybrid_model": r.is_hybrid,
     }
     if r.swiglu:
         fields |= {"gated_linear_unit": True, "activation_func": functional.silu}
@@ -525,7 +525,7 @@ def _model(recipe: Recipe, config: Foreign, chunk: int) -> torch.nn.Module:
         "rotary_percent": m.rotary_percent,
         "rotary_base": m.rotary_base,
     }
-    return _hybrid(m, both) if m.hybrid_override_pattern else _gpt(recipe, both, stage)
+    return _hybrid(m, both) if m.is_hybrid else _gpt(recipe, both, stage)
 
 
 def _gpt(recipe: Recipe, both: dict[str, Foreign], stage: int | None) -> torch.nn.Module:

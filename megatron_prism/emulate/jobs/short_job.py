@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_prism.emulate.preflight.first_look import UNEVEN_STAGES
+from megatron_prism.core.jobs.megatron_flags import UNEVEN_STAGES
 from megatron_prism.runtime.listeners import TrainingListener
 
 LEAST_PERIODS = 5  # of a chunk: with fewer an estimate takes most of the time that the job takes

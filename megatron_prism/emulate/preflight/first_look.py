@@ -20,23 +20,12 @@ from pathlib import Path
 from types import FunctionType
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.jobs.megatron_flags import TRAINING_DATA, UNEVEN_STAGES
 from megatron_prism.emulate.preflight.obstacles import Obstacles
 from megatron_prism.emulate.processes import workers
 from megatron_prism.emulate.rank import exit_status
 
 CHECK = "--prism-check"
-UNEVEN_STAGES = (  # arguments with which stages have unequal numbers of layers
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "hybrid_override_pattern",
-    "hybrid_layer_pattern",
-    "encoder_num_layers",
-)
 _REFUSES = (AssertionError, ValueError, RuntimeError, NotImplementedError, UsageError)
 _NOTE_REFUSAL = "_prism_note_refusal"  # name in the changed function
 _MAKER = "_prism_make"  # name of what makes the changed function
@@ -69,8 +58,7 @@ class FirstLook:
         Args:
             args: of Megatron, with stand-ins in place.
         """
-        names = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
-        has_data = any(getattr(args, name, None) for name in names)
+        has_data = any(getattr(args, name, None) for name in TRAINING_DATA)
         if has_data or getattr(args, "mock_data", True) or getattr(args, "sft", False):
             return
         if getattr(args, "dataloader_type", None) == "external" or not _reads(

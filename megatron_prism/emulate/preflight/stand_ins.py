@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.jobs.megatron_flags import DATA_FILES
 from megatron_prism.core.jobs.megatron_source import megatron_release
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.preflight.obstacles import Obstacles
@@ -30,14 +31,6 @@ from megatron_prism.runtime.listeners import TrainingListener
 if TYPE_CHECKING:
     import torch
 
-_DATA = (
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
-)
 _TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file", "tokenizer_metadata")
 _CHECKPOINTS = ("load", "pretrained_checkpoint")
 _WRITTEN = ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir", "log_dir")
@@ -75,10 +68,10 @@ def _option(name: str) -> str:
 
 
 # options that name files: such as are replaced where they are not here, and such as are written
-READ_OPTIONS = frozenset(map(_option, (*_DATA, *_TOKENIZER, *_CHECKPOINTS)))
+READ_OPTIONS = frozenset(map(_option, (*DATA_FILES, *_TOKENIZER, *_CHECKPOINTS)))
 WRITTEN_OPTIONS = frozenset(map(_option, _WRITTEN))
 # places of these change neither the memory nor the time of an iteration
-PLACE_OPTIONS = frozenset(map(_option, (*_DATA, *_CHECKPOINTS, *_WRITTEN)))
+PLACE_OPTIONS = frozenset(map(_option, (*DATA_FILES, *_CHECKPOINTS, *_WRITTEN)))
 
 
 @dataclass(frozen=True)
@@ -141,10 +134,10 @@ def _put(args: argparse.Namespace, obstacles: Obstacles, loads_own_layout: bool)
     replaced = list[str]()
 
     # data
-    if missing_names & set(_DATA) or args.mock_data:
+    if missing_names & set(DATA_FILES) or args.mock_data:
         args.mock_data = True
-        _drop(args, _DATA)
-    missing_data = [_option(name) for name, _ in missing if name in _DATA]
+        _drop(args, DATA_FILES)
+    missing_data = [_option(name) for name, _ in missing if name in DATA_FILES]
     if missing_data:
         replaced.append(f"mock data for {', '.join(missing_data)}")
 
@@ -339,7 +332,7 @@ def _drop(args: argparse.Namespace, names: Iterable[str]) -> None:
 def _missing(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """(argument, its value) of every file that is not here."""
     if not args.mock_data:
-        for name in _DATA:
+        for name in DATA_FILES:
             missing_file = _missing_data(getattr(args, name, None))
             if missing_file:
                 yield name, missing_file

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_prism.core.jobs.megatron_flags import LAYERS_BY_HAND
 from megatron_prism.core.units import counted
 
 if TYPE_CHECKING:
@@ -25,14 +26,6 @@ _OLDER_OFFLOADING = {"NVTE_CPU_OFFLOAD_V1": "1"}
 # in the order in which they are taken: attn_proj is refused without core_attn
 _OFFLOADED = ("core_attn", "attn_proj", "attn_norm", "mlp_norm", "qkv_linear")
 _OFFLOADED_OF_EXPERTS = ("moe_act", "expert_fc1")
-# with these, layers are split by hand
-_SPLIT_BY_HAND = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "hybrid_override_pattern",
-    "hybrid_layer_pattern",
-)
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,7 @@ def _recomputed_layers(settings: Mapping[str, str], world: World) -> Ladder:
 def _numbers_of_virtual_stages(settings: Mapping[str, str], world: World) -> list[int]:
     """Return one virtual stage a rank and twice those of the job, where these divide the layers."""
     num_layers = int(settings.get("num_layers", "0"))
-    if world.pp < 2 or any(settings.get(name, "none") != "none" for name in _SPLIT_BY_HAND):
+    if world.pp < 2 or any(settings.get(name, "none") != "none" for name in LAYERS_BY_HAND):
         return []
     numbers = []
     stages_now = world.vpp or 1

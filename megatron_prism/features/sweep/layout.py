@@ -91,7 +91,7 @@ class RecipeLayout(_Sizes):
 
     def command(self) -> list[str]:
         """Script and arguments that train it."""
-        script = "hybrid" if self.recipe.hybrid_override_pattern else "gpt"
+        script = "hybrid" if self.recipe.is_hybrid else "gpt"
         return [f"pretrain_{script}.py", *self.recipe.megatron_words()]
 
     def capture(

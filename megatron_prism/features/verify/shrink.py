@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism.core.errors import UsageError, WorldError
+from megatron_prism.core.jobs.megatron_flags import HYBRID_PATTERNS
 from megatron_prism.core.world import World
 
 HIDDEN, SEQUENCE, VOCABULARY, EXPERTS, SAMPLES = 64, 32, 256, 4, 8
@@ -369,8 +370,7 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
         for name, off in values.items():
             small.set(name, off, why)
     _simplify(small)
-    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    patterns_of_job = [name for name in patterns if small.get(name)]
+    patterns_of_job = [name for name in HYBRID_PATTERNS if small.get(name)]
     for name in patterns_of_job:
         _shorten(small, name, job, copy, layers)
     if not patterns_of_job:
@@ -590,9 +590,10 @@ def lay_out(args: object, world: World, left_out: Iterable[str]) -> None:
     if world.cp == 1:
         off |= _OF_CONTEXTS
     # "|" cuts a hybrid model into chunks
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if "interleaving" in parts_off and pattern:
-        off["hybrid_layer_pattern"] = pattern.replace("|", "")
+    for name in HYBRID_PATTERNS:
+        pattern = getattr(args, name, None)
+        if "interleaving" in parts_off and pattern:
+            off[name] = pattern.replace("|", "")
     for name, value in off.items():
         if hasattr(args, name):
             setattr(args, name, value)
