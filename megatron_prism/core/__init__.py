@@ -1,7 +1,7 @@
 """What everything is made of: worlds, programs, jobs, files, errors; no torch.
 
 world.py  groups.py         ranks by coordinates and selectors; the members of every group
-programs/                   what ranks do: ops, programs, folders of slices, faults in programs
+programs/                   what ranks do: ops, programs, folders of slices
 jobs/                       what ranks are started with: recipes, settings, releases of Megatron
 feature.py                  what a feature is, and the features that are installed
 rendering.py                which class writes a result

@@ -13,5 +13,4 @@ layers.py        the iteration of a job with many equal layers, from the job wit
 uncertainty/     how far off an iteration may be, and what an answer says of it
 rates.py         tokens and flops per second, MFU
 pricing.py       a job of any kind, priced under one machine and calibration
-answer_times.py  when virtual ranks answer local ones
 """

@@ -8,9 +8,7 @@ values.py             what tensors of virtual peers hold, also where mirrors are
 recorded_values.py    values that steer the program, of a real run, given to a rank alone
 known_values.py       what is known of values on tier meta
 uniform_values.py     what holds of all elements of a tensor there: that numbers are finite
-call_check.py         would the peers make this call at all?
 cuda_driver.py        libcuda: launches, events, and memory that torch does not allocate
-wide_floats.py        float64 in place of float32, for a whole process
 listeners.py          interfaces of what follows the training and the calls
 recorder/             a running rank -> a program
 devices/              tiers: CUDA, CPU, and shapes without data (meta)

@@ -24,10 +24,10 @@ from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
 from megatron_prism.core.files import artefact_folder
 from megatron_prism.core.jobs.recipe import load
 from megatron_prism.core.programs import program
-from megatron_prism.core.programs.fault_plan import load_plan
 from megatron_prism.core.programs.program_text import parse
 from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.features.hang.dumps import read_in_process
+from megatron_prism.features.hang.fault_plan import load_plan
 
 ONE = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n- compute ns=7us\n"
 LONG = "x" * 300

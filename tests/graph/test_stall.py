@@ -7,10 +7,10 @@ from helpers import random_hangs
 from helpers.hang_worlds import CASES, world
 from oracles import naive_stall
 
-from megatron_prism.core.programs import fault_plan
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
+from megatron_prism.features.hang import fault_plan
 from megatron_prism.features.hang import planting as fault_planting
 from megatron_prism.graph import stall
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_prism.replay.answer_times import AnswerTimes
+from megatron_prism.features.pacing.answer_times import AnswerTimes
 
 
 def random_table(member, of, local=(0,), seed=3, most=4, weights=100_000):

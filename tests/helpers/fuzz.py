@@ -30,14 +30,14 @@ from megatron_prism.core import foreign, units
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.jobs import job_settings, recipe
 from megatron_prism.core.programs import (
-    fault_plan,
     program,
     program_text,
     slices,
 )
 from megatron_prism.core.world import World
+from megatron_prism.features.calibrate import nccl_tests
 from megatron_prism.features.guard import baseline
-from megatron_prism.features.hang import analyze, dumps, export
+from megatron_prism.features.hang import analyze, dumps, export, fault_plan
 from megatron_prism.features.hang import planting as fault_planting
 from megatron_prism.features.hang.diagnose import diagnose
 from megatron_prism.features.predict.variability import read_variability
@@ -45,7 +45,11 @@ from megatron_prism.graph import stall, world_graph
 from megatron_prism.memory import allocator, nccl_buffers, peak_changes
 from megatron_prism.memory.job_peaks import peak_memory
 from megatron_prism.replay import network
-from megatron_prism.replay.costs import kernels, machine, nccl_settings, nccl_tests
+from megatron_prism.replay.costs import (
+    kernels,
+    machine,
+    nccl_settings,
+)
 from megatron_prism.replay.costs.collectives import read_calibration
 from megatron_prism.replay.costs.host_index import read_host_index
 from megatron_prism.replay.priced_graph import price, replay

@@ -23,10 +23,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatron_prism.core import groups
-from megatron_prism.core.programs import fault_plan
 from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.hang import analyze as hang
-from megatron_prism.features.hang import dumps, export
+from megatron_prism.features.hang import dumps, export, fault_plan
 from megatron_prism.features.hang import planting as faults
 from megatron_prism.features.hang.diagnose import diagnose_graph
 from megatron_prism.graph import stall, world_graph

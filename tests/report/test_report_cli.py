@@ -16,8 +16,8 @@ from helpers.timelines import HOSTILE, hostile, replayed, tiny
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core.programs import program
-from megatron_prism.core.programs.fault_plan import parse
 from megatron_prism.core.world import World
+from megatron_prism.features.hang.fault_plan import parse
 from megatron_prism.features.snapshots import snapshot
 from megatron_prism.features.snapshots.report import render_snapshot
 from megatron_prism.features.sweep.space import SweepPoint

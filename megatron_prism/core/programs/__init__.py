@@ -5,5 +5,4 @@ program.py  program_text.py  a rank's ops as arrays and as text; the programs of
 slices.py  gpu_state.py      folders of captured programs; the GPU that captured
 shard.py                     what follows the part of the parameters that a rank updates
 call_selector.py             which calls a fault, a breakpoint or a recording means
-fault_plan.py                faults, by name and parameters
 """

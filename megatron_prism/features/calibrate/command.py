@@ -63,7 +63,7 @@ def _host(args: argparse.Namespace) -> Answer:
 
 def _from_nccl_tests(args: argparse.Namespace) -> Answer:
     from megatron_prism.core.files import write_whole
-    from megatron_prism.replay.costs import nccl_tests
+    from megatron_prism.features.calibrate import nccl_tests
 
     runs = [nccl_tests.read(file) for file in args.from_nccl_tests]
     stored = nccl_tests.calibration(runs, args.node_gpus)

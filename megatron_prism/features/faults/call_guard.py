@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import HangError, UsageError
 from megatron_prism.core.jobs import job_settings
-from megatron_prism.core.programs.fault_plan import Fault
 from megatron_prism.core.programs.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.core.programs.program import Programs
 from megatron_prism.core.programs.slices import open_programs
 from megatron_prism.core.world import World, format_ranks
-from megatron_prism.features.faults.fault_injector import Injector
-from megatron_prism.features.faults.options import FaultOptions
-from megatron_prism.runtime.call_check import (
+from megatron_prism.features.faults.call_check import (
     CallCheck,
     LocalCallCheck,
     differences,
@@ -30,6 +27,9 @@ from megatron_prism.runtime.call_check import (
     gloo_does,
     nccl_lets_through,
 )
+from megatron_prism.features.faults.fault_injector import Injector
+from megatron_prism.features.faults.options import FaultOptions
+from megatron_prism.features.hang.fault_plan import Fault
 from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.recorder.recorder import details
 

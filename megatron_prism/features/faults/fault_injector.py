@@ -26,7 +26,10 @@ from torch import distributed as dist
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.programs.call_selector import CallSelector
-from megatron_prism.core.programs.fault_plan import (
+from megatron_prism.core.programs.ops import CallLabel, Op
+from megatron_prism.emulate.rank import exit_status
+from megatron_prism.features.faults.call_check import nccl_lets_through
+from megatron_prism.features.hang.fault_plan import (
     CHANGES,
     FIX,
     VALUES,
@@ -35,9 +38,6 @@ from megatron_prism.core.programs.fault_plan import (
     changed_call,
     truth_line,
 )
-from megatron_prism.core.programs.ops import CallLabel, Op
-from megatron_prism.emulate.rank import exit_status
-from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments
 from megatron_prism.runtime.recorder.recorder import details
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from megatron_prism.core.errors import UsageError, refuse
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.programs.call_selector import CallSelector
-from megatron_prism.core.programs.fault_plan import Fault, load_plan, parse
 from megatron_prism.emulate.command_line.job_flags import (
     AttachOrder,
     JobFlags,
@@ -17,6 +16,7 @@ from megatron_prism.emulate.command_line.job_flags import (
     value,
 )
 from megatron_prism.features.faults.options import FaultOptions
+from megatron_prism.features.hang.fault_plan import Fault, load_plan, parse
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.rank.session import Run, Session

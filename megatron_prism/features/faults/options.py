@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_prism.core.programs.fault_plan import Fault
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.emulate.command_line.job_flags import FeatureOptions
+from megatron_prism.features.hang.fault_plan import Fault
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ advice.py        what to do next: the first watchdog, what would decide, where t
 verdict.py       the verdict
 alignment.py     where every rank stood in its program
 hypotheses.py    single faults that leave exactly these dumps, and the verdict on the programs
+fault_plan.py    faults, by name and parameters
 planting.py      faults put into programs
 export.py        dumps that a stalled job would leave
 live.py          a job that still runs on this host

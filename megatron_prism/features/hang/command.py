@@ -41,9 +41,9 @@ from megatron_prism.core.files import write_whole
 from megatron_prism.core.messages import progress
 
 if TYPE_CHECKING:
-    from megatron_prism.core.programs.fault_plan import Fault
     from megatron_prism.emulate.jobs.script_job import Job
     from megatron_prism.features.hang.dumps import DumpSet
+    from megatron_prism.features.hang.fault_plan import Fault
     from megatron_prism.features.hang.planting import PlantedFaults
     from megatron_prism.features.hang.verdict import Diagnosis
 
@@ -462,7 +462,7 @@ def _refuse_words_of_faults(args: argparse.Namespace) -> None:
 
 def _faults(words: list[str], plans: list[str]) -> list[Fault]:
     """Read faults from the command line, then those of plans."""
-    from megatron_prism.core.programs.fault_plan import load_plan, parse
+    from megatron_prism.features.hang.fault_plan import load_plan, parse
 
     settings = arguments.read(words, {"fault": parse}, "hang", several=("fault",))
     faults = list(settings.get("fault", ()))

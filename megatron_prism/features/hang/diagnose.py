@@ -20,13 +20,13 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed, no_collector
-from megatron_prism.core.programs.fault_plan import Fault
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.features.hang import advice, analyze, export, hypotheses
 from megatron_prism.features.hang import planting as fault_planting
 from megatron_prism.features.hang.dumps import DumpSet, of_value, read
+from megatron_prism.features.hang.fault_plan import Fault
 from megatron_prism.features.hang.hypotheses import Confirmation
 from megatron_prism.features.hang.planting import PlantedFaults
 from megatron_prism.features.hang.state import JobState

@@ -17,7 +17,9 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group, short_names
-from megatron_prism.core.programs.fault_plan import (
+from megatron_prism.core.programs.ops import CODE, IS_CALL, IS_NCCL, Op
+from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.features.hang.fault_plan import (
     CHANGES,
     FIX,
     Fault,
@@ -25,8 +27,6 @@ from megatron_prism.core.programs.fault_plan import (
     changed_call,
     truth_line,
 )
-from megatron_prism.core.programs.ops import CODE, IS_CALL, IS_NCCL, Op
-from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.replay import whatif

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike, DTypeLike
 
+    from megatron_prism.features.pacing.answer_times import AnswerTimes
     from megatron_prism.features.pacing.moves import Move
-    from megatron_prism.replay.answer_times import AnswerTimes
 
 
 class Streams:

@@ -30,8 +30,8 @@ from megatron_prism.emulate.capture import nvlink_keepalive
 from megatron_prism.emulate.capture.capture import source_of
 from megatron_prism.emulate.jobs import script_job
 from megatron_prism.emulate.jobs.script_job import Job
+from megatron_prism.features.pacing.answer_times import AnswerTimes, build_answer_times
 from megatron_prism.replay import whatif
-from megatron_prism.replay.answer_times import AnswerTimes, build_answer_times
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.replay.costs.host import call_ns
 from megatron_prism.replay.costs.machine import machines, named_in

@@ -23,7 +23,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-    from megatron_prism.replay.answer_times import AnswerTimes
+    from megatron_prism.features.pacing.answer_times import AnswerTimes
 
 AREA = 8  # words of each process with which clocks are compared
 _FOLDER = Path("/dev/shm")

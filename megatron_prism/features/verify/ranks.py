@@ -178,7 +178,7 @@ def sentence(error: BaseException) -> str:
 
 def _rank(run: SmallRun, rank: int, port: int) -> None:
     """Train as one rank, and keep what it does."""
-    from megatron_prism.runtime import wide_floats
+    from megatron_prism.features.verify import wide_floats
 
     if run.precise:  # before whatever else keeps a dtype
         wide_floats.widen()

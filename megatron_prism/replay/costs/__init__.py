@@ -14,7 +14,6 @@
                         measured calls; a new generation of GPUs is named in machine.py,
                         kernels.py and collectives.py, too
     nccl_settings.py    NCCL's environment: which ways its calls may go
-    nccl_tests.py       a calibration from the output of nccl-tests
 
 An op without any basis is refused.
 """

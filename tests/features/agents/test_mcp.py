@@ -13,9 +13,9 @@ from helpers.programs import healthy
 
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
-from megatron_prism.core.programs.fault_plan import parse
 from megatron_prism.core.world import World
 from megatron_prism.features.agents import server as mcp_server
+from megatron_prism.features.hang.fault_plan import parse
 
 mcp = pytest.importorskip("mcp")
 pytest.importorskip("mcp.server.mcpserver")  # of its second release

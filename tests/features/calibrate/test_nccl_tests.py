@@ -8,7 +8,7 @@ import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
-from megatron_prism.replay.costs import nccl_tests
+from megatron_prism.features.calibrate import nccl_tests
 from megatron_prism.replay.costs.collectives import read_calibration
 
 # printed as src/common.cu of 2019, src/util.cu of 2.17.9 and all_gather.cu of 2022 do

@@ -13,22 +13,23 @@ from helpers.needs import TRAINING
 from torch import distributed as dist
 
 from megatron_prism.core.errors import HangError, UnsupportedError, UsageError
-from megatron_prism.core.programs import fault_plan
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate.command_line import options as flags
-from megatron_prism.features.faults.call_guard import CallGuard, ProgramPeers
-from megatron_prism.features.faults.options import FaultOptions
-from megatron_prism.features.pacing.options import PaceOptions
-from megatron_prism.features.pacing.pace import _all_slow_ranks
-from megatron_prism.runtime import call_check, virtual_world
-from megatron_prism.runtime.call_check import (
+from megatron_prism.features.faults import call_check
+from megatron_prism.features.faults.call_check import (
     CallCheck,
     LocalCallCheck,
     gloo_does,
     nccl_lets_through,
 )
+from megatron_prism.features.faults.call_guard import CallGuard, ProgramPeers
+from megatron_prism.features.faults.options import FaultOptions
+from megatron_prism.features.hang import fault_plan
+from megatron_prism.features.pacing.options import PaceOptions
+from megatron_prism.features.pacing.pace import _all_slow_ranks
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.values import Values
 

@@ -15,10 +15,9 @@ from helpers.programs import FAULTS, healthy, with_rank
 from helpers.random_hangs import KINDS, judged, named
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.programs import fault_plan
 from megatron_prism.core.programs.program_text import parse
 from megatron_prism.features.hang import analyze as hang
-from megatron_prism.features.hang import diagnose, hypotheses
+from megatron_prism.features.hang import diagnose, fault_plan, hypotheses
 from megatron_prism.features.hang import planting as faults
 from megatron_prism.features.hang.diagnose import diagnose_graph
 from megatron_prism.graph import stall as quiescence

@@ -10,8 +10,7 @@ from helpers.hang_worlds import CASES
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.programs import fault_plan
-from megatron_prism.features.hang import diagnose
+from megatron_prism.features.hang import diagnose, fault_plan
 from megatron_prism.features.hang import planting as fault_planting
 from megatron_prism.features.hang.diagnose import diagnose_graph
 from megatron_prism.graph import stall, world_graph

@@ -16,7 +16,6 @@ from helpers.random_hangs import dumps_of
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.programs.call_selector import NthCall
-from megatron_prism.core.programs.fault_plan import parse
 from megatron_prism.core.programs.ops import IS_COLLECTIVE, IS_NCCL, IS_PAIR, CallLabel
 from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import World
@@ -28,6 +27,7 @@ from megatron_prism.features.debugger.options import StopOptions
 from megatron_prism.features.hang import analyze as hang
 from megatron_prism.features.hang import diagnose, export, hypotheses
 from megatron_prism.features.hang.dumps import DumpSet, of_value
+from megatron_prism.features.hang.fault_plan import parse
 from megatron_prism.features.hang.planting import plant
 from megatron_prism.graph import stall
 

@@ -9,9 +9,9 @@ from oracles.naive_replay import prices_of, random_programs
 
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program
+from megatron_prism.features.pacing.answer_times import START, build_answer_times, cuts, terms
 from megatron_prism.graph import issue_graph, world_graph
 from megatron_prism.replay import timeline
-from megatron_prism.replay.answer_times import START, build_answer_times, cuts, terms
 
 SEEDS = st.integers(0, 2**32)
 ITERATIONS = 6
