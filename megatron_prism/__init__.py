@@ -3,13 +3,15 @@
 Eight packages are core.  Each imports only packages above it in this list (``tests/test_layers.py``
 has the exact table):
 
-    core/      world, groups, collectives, programs and their text form, slices, recipes, errors
+    core/      world, groups, errors, files; programs/ (ops, slices), jobs/ (recipes, settings)
     graph/     equivalent ranks, matching calls, the world graph, stalled jobs
-    replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
+    replay/    the timeline, what-ifs, the network; costs/ (what an op takes), microbatches/,
+               uncertainty/ (how far off an iteration may be)
     memory/    peaks, the allocator, NCCL's buffers, drawn routing, reports of a job's peaks
     runtime/   torch without Megatron: process group, answers and values of virtual ranks,
                recorder/, devices/ (tiers), te_kernels/ (Transformer Engine)
-    emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs
+    emulate/   Megatron: command_line/, preflight/ (what stops a job), rank/ (launch, monitor),
+               patches/, capture/, jobs/ (scripts, recipes), processes/
     report/    timelines and memory as text, page and trace; the shell of pages; no analysis
     cli/       the command ``prism``: parse, dispatch, print
 

@@ -348,6 +348,26 @@ def test_the_page_of_the_code_names_the_folders_that_are_there():
     page = (ROOT.parent / "docs/how-it-works.md").read_text(encoding="utf-8")
     drawing = page.partition("## The code")[2]
     drawn = re.findall(r'\w+\["(\w+):', drawing)
-    table = "".join(line for line in drawing.splitlines() if line.startswith("| `"))
+    of_core, _, of_features = drawing.partition("A feature is a folder of")
     assert sorted(drawn) == sorted(folders_of(ROOT))
-    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(folders_of(ROOT / "features"))
+    packages = [path.parent.relative_to(ROOT).as_posix() for path in ROOT.rglob("*/__init__.py")]
+    in_table = re.findall(r"`([\w/]+)`", first_cells(of_core.partition("| to change")[0]))
+    assert sorted(in_table) == sorted(p for p in packages if not p.startswith("features"))
+    named = re.findall(r"`(\w+)`", first_cells(of_features))
+    assert sorted(named) == sorted(folders_of(ROOT / "features"))
+
+
+def first_cells(page):
+    """The first cells of a page's tables whose cells begin with a name of code."""
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    return "".join(rows)
+
+
+def test_the_page_of_the_code_names_files_that_are_there():
+    page = (ROOT.parent / "docs/how-it-works.md").read_text(encoding="utf-8")
+    rows = page.partition("| to change")[2].partition("\n\n")[0]
+    places = [name for name in re.findall(r"`([\w./]+)`", rows) if "/" in name]
+    roots = (ROOT, ROOT.parent, ROOT / "replay/costs", ROOT.parent / "tests/helpers")
+    missing = [name for name in places if not any((root / name).exists() for root in roots)]
+    assert places
+    assert missing == []
