@@ -9,6 +9,7 @@ log_kinds.py     kinds of lines of a log
 log_grammar.py   what a line of a log says: one table, each row with its source
 log_lines.py     lines of logs, whole, whose they are, and the calls that they name
 log_errors.py    exceptions in a rank's log: those that ended it, those that it handled
+launchers.py     which processes ended by themselves, by reports of launchers
 attempts.py      what earlier attempts of a job printed, left out
 logs.py          what the job printed, as dumps and events
 fingerprints.py  whose call differs, by torch's own check

@@ -284,9 +284,12 @@ def _idle(judgement: Judgement) -> Diagnosis:
     # the dumps are empty, or not all are here
     is_empty = not any(dump.entries or dump.status for dump in state.dumps.values())
     is_partial = bool(state.missing or state.unreadable or state.hidden)
-    if not is_empty and not is_partial:
+    # watchdogs print counters where something failed: a log of a job in health has none
+    if not is_empty and not is_partial and not state.has_only_logs:
         return Diagnosis("healthy", missing=(*missing, waits.UNSEEN))
     text = "no call is outstanding in the dumps that are there"
+    if state.has_only_logs:
+        text = "no line of the logs names a call that waits"
     if is_empty and state.has_only_logs:
         text = "no line of the logs names a call or a counter"
     elif is_empty:

@@ -60,13 +60,13 @@ class Disagreement:
 
 def disagreement(reports: Iterable[Differ]) -> Disagreement | None:
     """Find who differs from the others, by what ranks say first; None if nobody says anything."""
-    first: dict[int, Differ] = {}
+    first: dict[tuple[int | None, int], Differ] = {}
     for report in reports:
-        first.setdefault(report.speaker, report)
+        first.setdefault((report.speaker, report.rank), report)
     if not first:
         return None
     # the rank that speaks is a global one, the ranks of which it speaks are the group's
-    whole = all(report.rank == speaker for speaker, report in first.items())
+    whole = all(report.rank == report.speaker for report in first.values())
     calls: dict[int, Fingerprint] = {}
     for report in first.values():
         calls[report.rank] = report.call

@@ -17,7 +17,8 @@ _TYPE = re.compile(r"(?:\w+\.)*\w*(?:[Ee]rror|Exception|Interrupt|Exit|Iteration
 _OOM = re.compile(r"out of memory", re.IGNORECASE)
 _OUTSIDE = re.compile(
     r"gloo.*Timed out waiting|Timed out waiting \d+ms|Wait timeout|Socket Timeout|"
-    r"DistStoreError|wait timeout after|timed out.*(?:store|TCPStore|barrier)", re.IGNORECASE
+    r"DistStoreError|wait timeout after|client socket has timed out|"
+    r"timed out.*(?:store|TCPStore|barrier)", re.IGNORECASE
 )  # fmt: skip
 _OF_OTHERS = re.compile(
     r"Connection (?:closed|reset)|Broken pipe|Socket|NCCL|DistBackend|ChildFailed|SignalException|"
@@ -27,6 +28,7 @@ _OF_OTHERS = re.compile(
 _GONE = re.compile(
     r"Connection (?:closed|reset)|Broken pipe|remote process exited", re.IGNORECASE
 )  # of those: another process ended, or its network
+_OF_ACTOR = "ray.exceptions.RayTaskError"  # what a driver prints in front of an actor's error
 _CHAIN = re.compile(r"(?:During handling of the above|The above) exception")
 WENT_ON = "it went on"  # the rank ended an iteration afterwards
 LOGGED = "it was logged"  # the one reason that does not prove that the rank went on
@@ -82,6 +84,9 @@ class Tracebacks:
         elif self._frames is not None and (frame := _FRAME.search(line)) is not None:
             path = code_files.without_environment(frame[1])
             self._frames.append(f"{frame[3]} ({path}:{frame[2]})")
+        elif self._frames is not None and line.strip().startswith(_OF_ACTOR):
+            # the actor's own traceback follows
+            self._frames = []
         elif self._frames is not None and _TYPE.match(line.strip()):
             ended = self._end(line.strip()[:200])
         elif self.raised and _CHAIN.search(line):

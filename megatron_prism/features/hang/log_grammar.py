@@ -85,9 +85,9 @@ LINES = (
     ),
     _line(
         says=Says.DEVICE,
-        word="CUDA error",
-        pattern=r"thread terminated with exception: (CUDA error: .*)",
-        source="NCCL ncclCommWatchdog, 2.0 on",
+        word="thread terminated with exception",
+        pattern=r"thread terminated with exception: ((?:CUDA|HIP) error: .*)",
+        source="NCCL ncclCommWatchdog, 2.0 on; of ROCm HIP, vllm-project/vllm#31259",
         example=(
             "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with "
             "exception: CUDA error: an illegal memory access was encountered"
@@ -123,6 +123,42 @@ LINES = (
         ),
         source="NCCL HeartbeatMonitor, 2.2 on",
         example="ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="dump signal",
+        pattern=r"dump signal due to a (?P<late>collective timeout from\s+rank \d+)",
+        source="NCCL HeartbeatMonitor, 2.4 on; lsdefine/simple_GRPO#46",
+        example=(
+            "[PG ID 0 PG GUID 0(default_pg) Rank 5] Received a dump signal due to a collective "
+            "timeout from  rank 2 and we will try our best to dump the debug info."
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="store based barrier",
+        pattern=(
+            r"Timed out initializing process group in store based barrier on rank: \d+, for key: "
+            r"\S+ \(world_size=\d+, worker_count=\d+"
+        ),
+        source="distributed_c10d.py _store_based_barrier; facebookresearch/metaseq#52",
+        example=(
+            "RuntimeError: Timed out initializing process group in store based barrier on rank: 3, "
+            "for key: store_based_barrier_key:5 (world_size=8, worker_count=7, timeout=0:30:00)"
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="nccl",
+        pattern=(
+            r"(?P<nccl>nccl(?:SystemError|UnhandledCudaError|InternalError|InvalidUsage|"
+            r"InvalidArgument): .*)"
+        ),
+        source="NCCLUtils.cpp getNcclErrorDetailStr; hiyouga/LlamaFactory#6161",
+        example=(
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or "
+            "device error."
+        ),
     ),
     _line(
         says=Says.EVIDENCE,
@@ -180,7 +216,7 @@ LINES = (
     _line(
         says=Says.REPORT,
         word=" : ",
-        pattern=r"^\s*(?P<name>rank|exitcode)\s*: (?P<number>-?\d+)",
+        pattern=r"^\s*(?P<name>time|rank|exitcode)\s*: (?P<value>-?\d[\d_:-]*)",
         source="torch/distributed/elastic/multiprocessing/errors, ChildFailedError; lzhxmu/CPPO#6",
         example="  exitcode  : -9 (pid: 14750)",
     ),
@@ -205,13 +241,36 @@ LINES = (
     _line(
         says=Says.EVIDENCE,
         word="return code",
-        pattern=r"exits with return code = -(?:9|11|7|4|8)\b.*",
-        source="deepspeed/launcher/launch.py sigkill_handler; deepspeedai/DeepSpeed#4890",
+        pattern=(
+            r"(?:--local_rank=(?P<local>\d+).*)?"
+            r"(?P<exits>exits with return code = -(?:9|11|7|4|8)\b.*)"
+        ),
+        source="deepspeed/launcher/launch.py sigkill_handler; deepspeedai/DeepSpeed#4890, #3160",
         example=(
             "[ERROR] [launch.py:321:sigkill_handler] ['python', '--local_rank=7'] exits with "
             "return "
             "code = -9"
         ),
+    ),
+    _line(
+        says=Says.EXITED,
+        word="composer.cli.launcher",
+        pattern=(
+            r"composer\.cli\.launcher:(?:Global rank|Rank) (?P<rank>\d+) "
+            r"(?:\(PID \d+\) exited with code|crashed with exit code) (?P<code>-?\d+)"
+        ),
+        source="composer/cli/launcher.py; mosaicml/llm-foundry#1501, #258",
+        example="ERROR:composer.cli.launcher:Global rank 0 (PID 208865) exited with code -11",
+    ),
+    _line(
+        says=Says.EXITED,
+        word="noticed that process rank",
+        pattern=(
+            r"noticed that process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal "
+            r"(?P<signal>\d+)"
+        ),
+        source="Open MPI, mpirun; horovod/horovod#469",
+        example="mpirun noticed that process rank 7 with PID 0 on node n1 exited on signal 9.",
     ),
     _line(
         says=Says.TASKS,
@@ -258,9 +317,23 @@ LINES = (
     _line(
         says=Says.PROCESS,
         word="pid: ",
-        pattern=r"^\s*pid: (?P<pid>\d+)$",
-        source="Ray, in the lines behind ActorDiedError; hkust-nlp/simpleRL-reason#25",
+        pattern=r"^\s*(?:\[[\d :.,-]+\]\s+)?pid: (?P<pid>\d+)$",
+        source=(
+            "Ray, in the lines behind ActorDiedError; hkust-nlp/simpleRL-reason#25, with times in "
+            "verl-project/verl#1309"
+        ),
         example="        pid: 71876",
+    ),
+    _line(
+        says=Says.WORKER_DIED,
+        word="Worker PID: ",
+        pattern=r"A worker died or was killed .*Worker PID: (?P<pid>\d+)",
+        source="Ray, raylet; verl-project/verl#2987, #4921",
+        example=(
+            "(raylet) A worker died or was killed while executing a task by an unexpected system "
+            "error. Worker IP address: 10.0.0.5 Worker port: 43447 Worker PID: 87687 Worker exit "
+            "type: SYSTEM_ERROR"
+        ),
     ),
     _line(
         says=Says.EVIDENCE,
@@ -337,6 +410,27 @@ LINES = (
         pattern=r"NVRM: Xid .*",
         source="kernel: dmesg, NVIDIA's driver",
         example="[1234.5] NVRM: Xid (PCI:0000:5e:00): 79, pid=4711, GPU has fallen off the bus.",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="fallen off the bus",
+        pattern=r"NVRM: fallen off the bus.*",
+        source="kernel: dmesg, NVIDIA's driver, in three lines; NVIDIA/NVSentinel#155",
+        example="               NVRM: fallen off the bus and is not responding to commands.",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word=" by GPU node-",
+        pattern=r"(?:HW Exception|Memory access fault) by GPU node-\d+.*",
+        source="ROCm's runtime; ROCm/legacy-rocm-build#4021, deepspeedai/DeepSpeed#6725",
+        example="HW Exception by GPU node-9 (Agent handle: 0x631351bb5a20) reason :GPU Hang",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="NCCL WARN Cuda failure",
+        pattern=r"NCCL WARN Cuda failure .*",
+        source="NCCL; huggingface/finetrainers#344",
+        example="n1:2852:3596 [0] include/alloc.h:112 NCCL WARN Cuda failure 999 'unknown error'",
     ),
     _line(
         says=Says.EVIDENCE,

@@ -23,6 +23,8 @@ class Says(Enum):
     TASKS = auto()  # tasks of srun ended: numbers, cause
     ACTOR_DIED = auto()  # an actor of Ray died: its process is named there, or in a later line
     PROCESS = auto()  # the process of the actor that died
+    WORKER_DIED = auto()  # a worker of Ray died, by its process
+    EXITED = auto()  # the process of a rank ended: exit code, or signal
     REPORT = auto()  # a row of torchrun's report of failures
     ROOT_CAUSE = auto()  # the rows that follow are of the first failure
     LAUNCHER_ENDS = auto()  # the launcher ends what still runs

@@ -24,7 +24,7 @@ _CUT_FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut|Timeout\(ms\))\s*=\s*\
 _UNKNOWN = (1 << 64) - 1  # of elements: torch's -1, unsigned
 _PRINTED = re.compile(
     r"SequenceNumber=(\d+)|OpType=(\w+)|TensorShape=(\[[^\]]*\])|"
-    r"TensorDtypes=([A-Za-z]+)"
+    r"TensorDtypes=(\w+)"
 )
 TIME = re.compile(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.\d+)? \w+\.cpp")
 _CUT = "…"  # stands where something on the screen hid a part of a line
@@ -160,10 +160,11 @@ class Fingerprint:
 @dataclass(frozen=True)
 class Differ:
     """Two calls that differ, as torch says it; ranks as the group numbers them, and the global rank
-    that says it.  ``other`` is -1 where only one side is printed (to 1.12).
+    that says it, where its line has a mark.  ``other`` is -1 where only one side is printed (to
+    1.12).
     """
 
-    speaker: int
+    speaker: int | None
     rank: int
     call: Fingerprint
     other: int
@@ -344,6 +345,7 @@ _COLOUR = re.compile(
     r"\x1b\[[0-9;?]*[A-Za-z]|\[3[0-7]m(?=\()|(?<=\))\[0m"
 )  # the escape may be lost
 _GLUED = re.compile(r"(?=\[rank\d{1,9}\]:)")
+_MARK_ALONE = re.compile(r"\[rank\d{1,9}\]:\s*")
 _OF_TORCH = re.compile(r"ProcessGroup\w+\.cpp|Watchdog|WorkNCCL|CollectiveFingerPrint")
 _RECORD = re.compile(
     r"\s*(?:\[[EWIF]\d|Traceback|File \"|frame #|terminate called|what\(\)|#\d+ |"
@@ -371,21 +373,41 @@ def logical_lines(text: str) -> list[str]:
     text = text.replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
     physical = text.split("\n")
     width = _screen_width(physical)
-    found: list[str] = []
+    logical: list[str] = []
     wraps = 0
     last_length = 0
     for line in physical:
-        if found and wraps < _WRAPS and _continues(found[-1], last_length, line, width):
-            found[-1] = _POSITION.sub(_CUT, found[-1].rstrip()) + line.rstrip()
+        is_rest = bool(logical) and wraps < _WRAPS
+        if is_rest and _continues(logical[-1], last_length, line, width):
+            begun = _POSITION.sub(_CUT, logical[-1].rstrip())
+            logical[-1] = begun + line.rstrip()
             wraps += 1
         else:
-            pieces = _GLUED.split(line) if "[rank" in line else [line]
-            # text in front of the first mark is a launcher's prefix
-            whole = pieces[0] + pieces[1] if len(pieces) > 1 else pieces[0]
-            found += [whole.rstrip(), *(piece.rstrip() for piece in pieces[2:])]
+            logical += _messages(line)
             wraps = 0
         last_length = len(line)
-    return found
+    return logical
+
+
+def _messages(line: str) -> list[str]:
+    """Split messages of several ranks that stand in one line, each from its mark on.
+
+    A mark in front of another one is a launcher's: torchrun marks what a local rank prints, and
+    torch marks it again by the global one (pytorch/torchtitan#1492).
+    """
+    if "[rank" not in line:
+        return [line.rstrip()]
+    # text in front of the first mark is a launcher's prefix, too
+    prefix, *marked = _GLUED.split(line)
+    messages: list[str] = []
+    for place, piece in enumerate(marked):
+        is_last = place + 1 == len(marked)
+        if is_last or not _MARK_ALONE.fullmatch(piece):
+            messages.append(piece.rstrip())
+    if not messages:
+        return [prefix.rstrip()]
+    first = prefix + messages[0]
+    return [first.rstrip(), *messages[1:]]
 
 
 def _screen_width(lines: list[str]) -> int:

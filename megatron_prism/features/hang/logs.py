@@ -39,6 +39,7 @@ from megatron_prism.features.hang.dumps import (
     rank_of_name,
     read,
 )
+from megatron_prism.features.hang.launchers import Exit, FailureTable, is_of_launcher
 from megatron_prism.features.hang.log_errors import LOGGED, Raised, Tracebacks
 from megatron_prism.features.hang.log_kinds import Says
 from megatron_prism.features.hang.log_lines import Differ, LoggedCall
@@ -56,14 +57,6 @@ _ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,4})(?:/|$)")  # folders of torchrun
 _NATIVE = re.compile(r"^\s*#\d+ (\S+) from (\S+):(\d+)")
 _THREAD = re.compile(r'Thread (?:0x)?\w+ \([\w+]+\): ?"?(\w*)')  # what py-spy dump prints
 _PLACE = re.compile(r"^\s+([\w<>.]+) \((\S+?):(\d+)\)$")
-_SIGNALS = {
-    -9: "killed (SIGKILL)",
-    -11: "crashed (SIGSEGV)",
-    -7: "crashed (SIGBUS)",
-    -4: "crashed (SIGILL)",
-    -8: "crashed (SIGFPE)",
-}
-_SHELL = 128  # a shell, and a container, exits with this and the number of the signal
 _SIZE = re.compile(r"([a-z-]+(?: size)?(?:-\w+ size)?): (\d+)")
 _SIZES = {
     "world size": "size",
@@ -89,6 +82,8 @@ _OF_JOB = (Says.EVIDENCE, Says.STARTS, Says.DEDUPLICATED, Says.ABSENT)
 _OF_LAUNCHERS = (
     Says.REPORT,
     Says.ROOT_CAUSE,
+    Says.EXITED,
+    Says.WORKER_DIED,
     Says.TASKS,
     Says.LAUNCHER_ENDS,
     Says.ACTOR_DIED,
@@ -225,7 +220,7 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
         log.read(data.decode(errors="replace"))
         if cut and log.speakers.owner is None:
             job.cut_log = True
-    if not job.logged and not job.evidence and not job.absent:
+    if not job.says_anything:
         raise DumpError(
             "no line of these logs is of a rank: [rank12]: …, or a rank in its name", fix=FIX
         )
@@ -248,8 +243,7 @@ class _Log:
         # of lines of which nobody knows the rank, by processes as launchers name them
         self.unmarked: dict[str, Tracebacks] = defaultdict(Tracebacks)
         self.noted: list[tuple[int, int, int, float, object]] = []
-        self.report: dict[str, int] = {}  # rows of torchrun's report of one failure
-        self.is_root_cause = False  # whether that is the first failure
+        self.failures = FailureTable(number)
         self.launcher_ends = False  # whether the launcher ends what still runs
         self.actor_died = False  # whether the next process that is named is of a dead actor
 
@@ -299,8 +293,12 @@ class _Log:
             if process:
                 text += f" ({process})"
             for raised in tracebacks.raised:
-                if raised.kind in ("exception", "out of memory") and not raised.handled:
+                if raised.handled:
+                    continue
+                if raised.kind in ("exception", "out of memory"):
                     self.job.unmarked.append(f"{text}: {raised.text}")
+                elif raised.says_others_are_gone:
+                    self.job.unmarked_gone.append(f"{text}: {raised.text}")
 
     def _note(self, rank: int, value: object) -> None:
         self.noted.append((rank, self.line, self.starts, self.fired_s, value))
@@ -326,23 +324,20 @@ class _Log:
         elif (argument := _ARGUMENT.match(line)) is not None:
             self.job.sizes["ep" if "model" in argument[1] else "etp"] = int(argument[2])
 
-    def _read_report(self, match: re.Match[str]) -> None:
-        """Read a row of torchrun's report; a failure has its rank and its exit code.
-
-        The agent ends the others by SIGTERM, watchdogs end their process by SIGABRT.
-        """
-        self.report[match["name"]] = int(match["number"])
-        if len(self.report) < 2:
+    def _read_exit(self, match: re.Match[str], text: str) -> None:
+        """Read how the process of a rank ended, by Composer or mpirun."""
+        rank = int(match["rank"])
+        fields = match.groupdict()
+        # mpirun names the process that ended first
+        if "signal" not in fields:
+            end = Exit(rank, int(match["code"]), "Composer", (self.number, -1))
+        elif self.speakers.has_torchrun:
+            # its process is a node
+            self.job.evidence.append(text[match.start() :].strip()[:200])
             return
-        rank, code = self.report.pop("rank"), self.report.pop("exitcode")
-        # its other failures may be consequences of this one
-        if self.is_root_cause:
-            self.is_root_cause = False
-            self.job.first_failures[rank] = code
-        signal = _SHELL - code if code > _SHELL else code
-        if signal in _SIGNALS:
-            self.job.logged.add(rank)
-            self._note(rank, RankEvent("killed", f"{_SIGNALS[signal]} (torchrun's table)"))
+        else:
+            end = Exit(rank, -int(match["signal"]), "mpirun", (self.number, -2), is_first=True)
+        self._note(rank, end)
 
     def _read_tasks(self, match: re.Match[str], text: str) -> None:
         """Read which tasks srun saw end, and by what."""
@@ -365,14 +360,12 @@ class _Log:
             self.job.logged.add(rank)
             self._note(rank, RankEvent("killed", f"{match['cause']} (srun)"))
 
-    def _read_process(self, match: re.Match[str]) -> None:
-        """Read the process of an actor of Ray that died."""
-        if not self.actor_died:
-            return
+    def _read_process(self, match: re.Match[str], noun: str) -> None:
+        """Read the process of an actor, or of a worker, of Ray that died."""
         self.actor_died = False
         rank = self.speakers.rank_of_process(int(match["pid"]))
         if rank is None:
-            self.job.evidence.append(f"an actor of Ray died, process {match['pid']}")
+            self.job.evidence.append(f"{noun} of Ray died, process {match['pid']}")
         else:
             self._note(rank, Died("its actor died (Ray)"))
 
@@ -384,7 +377,6 @@ class _Log:
         if not sizes or self.sized:
             self.starts += 1
             self.unmarked.clear()
-            self.job.first_failures.clear()
             self.launcher_ends = False  # that was the attempt before
         self.sized |= sizes
 
@@ -404,6 +396,9 @@ class _Log:
                 self._of_job(says, match, rank)
             elif rank is not None:
                 self._of_rank(rank, says, match, text, group)
+            elif says is Says.DIFFER:
+                # the rank that prints it is the first one that the line names, in its group
+                self._note(int(match["rank"]), _differ(None, match))
             elif says is Says.KILLED:
                 # nobody knows whose process it was
                 self.job.evidence.append(text.strip()[:200])
@@ -449,18 +444,23 @@ class _Log:
     def _launcher(self, says: Says, match: re.Match[str], text: str) -> None:
         """Read a line of a launcher: it names ranks in its own way."""
         if says is Says.REPORT:
-            self._read_report(match)
+            failure = self.failures.read(match["name"], match["value"])
+            if failure is not None:
+                self._note(failure.rank, failure)
         elif says is Says.ROOT_CAUSE:
-            self.is_root_cause = True
-            self.report.clear()
+            self.failures.begin_first()
+        elif says is Says.EXITED:
+            self._read_exit(match, text)
+        elif says is Says.WORKER_DIED:
+            self._read_process(match, "a worker")
         elif says is Says.TASKS:
             self._read_tasks(match, text)
         elif says is Says.LAUNCHER_ENDS:
             self.launcher_ends = True
         elif says is Says.ACTOR_DIED:
             self.actor_died = True
-        elif says is Says.PROCESS:
-            self._read_process(match)
+        elif says is Says.PROCESS and self.actor_died:
+            self._read_process(match, "an actor")
 
     def _call(self, rank: int, call: LoggedCall, group: re.Match[str] | None) -> None:
         """Note a call that timed out; several lines speak of one."""
@@ -529,13 +529,19 @@ def _evidence(match: re.Match[str], rank: int | None) -> str:
     groups = match.groupdict()
     if "monitored" in groups:
         return f"rank monitor of rank {groups['monitored']}: {groups['text']}"
+    if groups.get("local") is not None:
+        return f"local rank {groups['local']} {groups['exits'].strip()[:200]}"
+    if "late" in groups:
+        return " ".join(groups["late"].split())
     text = match[0].strip()[:200]
     if "didn't" in text:
         return f"desync report: {text.removeprefix('desync report: ')}"
-    return f"rank {rank}: {text}" if text.startswith("ProcessGroup") and rank is not None else text
+    if rank is not None and ("nccl" in groups or text.startswith("ProcessGroup")):
+        return f"rank {rank}: {text}"
+    return text
 
 
-def _differ(speaker: int, match: re.Match[str]) -> Differ:
+def _differ(speaker: int | None, match: re.Match[str]) -> Differ:
     """What torch's own check of collectives says."""
     other = -1 if match["other"] is None else int(match["other"])
     call, others = log_lines.fingerprint(match["call"]), log_lines.fingerprint(match["others"])
@@ -551,10 +557,11 @@ class _Job:
         self.stacks: dict[int, list[str]] = defaultdict(list)
         self.descs: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
-        self.first_failures: dict[int, int] = {}  # rank -> exit code, by torchrun's tables
+        self.exits: list[Exit] = []  # by reports of launchers
         self.joined = 0  # how many ranks the job has, by its store
         self.gone: dict[str, list[int]] = defaultdict(list)  # what says that others are gone
         self.unmarked: list[str] = []  # exceptions of processes that nobody names
+        self.unmarked_gone: list[str] = []  # of those what says that others are gone
         self.evidence: list[str] = []
         self.notes: list[str] = []  # what the logs lack
         self.logged: set[int] = set()
@@ -577,13 +584,14 @@ class _Job:
             if happened:
                 events[rank] = happened
         self.evidence += dict.fromkeys(self.unmarked)
-        for rank, code in self.first_failures.items():
-            self._add_first_failure(rank, code)
+        for end in self.exits:
+            self._add_first_failure(end)
         # behind a time-out all connections close: then it says nothing
         if not any(speaker.calls or speaker.counts for speaker in self.ranks.values()):
             for text, ranks in self.gone.items():
                 ranks_of_text = sorted(set(ranks))
                 self.evidence.append(f"{ranks_text(ranks_of_text)}: {text}")
+            self.evidence += dict.fromkeys(self.unmarked_gone)
         if self.deduplicated:
             self.notes.append("Ray left out like lines of other ranks: RAY_DEDUP_LOGS=0 shows all")
         lines = list(dict.fromkeys(self.evidence))
@@ -600,16 +608,35 @@ class _Job:
             cut_log=self.cut_log,
         )
 
-    def _add_first_failure(self, rank: int, code: int) -> None:
+    @property
+    def says_anything(self) -> bool:
+        """Whether a line is of a rank, or says something of the job."""
+        is_of_rank = bool(self.logged or self.absent or self.records)
+        return is_of_rank or bool(self.evidence or self.unmarked or self.unmarked_gone)
+
+    def _add_first_failure(self, end: Exit) -> None:
         """Add the exit code of the first rank of a node that ended, if nothing else says how.
 
         Watchdogs end their process by SIGABRT; signals have events of their own.
         """
-        speaker = self.ranks[rank]
-        if code <= 0 or code > _SHELL or speaker.calls or speaker.events:
+        speaker = self.ranks[end.rank]
+        is_chosen = end.code > 0 and not end.signal
+        if not end.is_first or not is_chosen or speaker.calls or speaker.events:
             return
-        text = f"rank {rank} ended first on its node, with exit code {code} (torchrun's table)"
-        self.evidence.append(text)
+        text = f"rank {end.rank} ended first on its node, with exit code {end.code}"
+        self.evidence.append(f"{text} ({end.launcher})")
+
+    def _tell_exits(self) -> None:
+        """Give ranks what launchers say of their ends."""
+        for end in self.exits:
+            if not end.text:
+                continue
+            self.logged.add(end.rank)
+            if is_of_launcher(end, self.exits):
+                text = f"rank {end.rank} was {end.text} behind another: perhaps by its launcher"
+                self.evidence.append(text)
+            else:
+                self.ranks[end.rank].events.append(RankEvent("killed", end.text))
 
     def _tell_ranks(self) -> None:
         """Give each rank what it printed in the last attempt."""
@@ -637,8 +664,11 @@ class _Job:
                 speaker.events.append(RankEvent(value.kind, value.text))
             elif isinstance(value, Raised) and value.says_others_are_gone:
                 self.gone[value.text].append(record.rank)
+            elif isinstance(value, Exit):
+                self.exits.append(value)
             elif isinstance(value, Died):
                 died.append((record.rank, value))
+        self._tell_exits()
         for rank, death in died:
             speaker = self.ranks[rank]
             # its watchdog spoke, or may have: Ray leaves out lines that are alike

@@ -933,8 +933,9 @@ class JobState:
     @property
     def has_only_logs(self) -> bool:
         """Whether all that is known is of logs."""
+        # only a log may name no rank at all
         if not self.dumps:
-            return bool(self.observed.logged)
+            return bool(self.observed.logged) or not self.unreadable
         return all(dump.version == "log" for dump in self.dumps.values())
 
     def _lacking_of_ranks(self) -> list[str]:

@@ -1,0 +1,148 @@
+"""What public reports print, and what is said of it: nothing false, and no innocent rank.
+
+``public_logs_*.txt`` hold excerpts of public issues, shortened and with other names.  In front of
+each stands what is true of it, who may be named, and what must and must not be said.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_prism.core.errors import DumpError
+from megatron_prism.features.hang import analyze
+from megatron_prism.features.hang.logs import read_logs
+
+FOLDER = Path(__file__).parent
+# no log of a job that failed is of one in health, and no log says what recorders did
+NEVER = ("HEALTHY", "the recorders were off")
+
+
+def cases():
+    """(whose report, what the header says by word, the log)."""
+    for path in sorted(FOLDER.glob("public_logs_*.txt")):
+        for block in re.split(r"(?m)^### ", path.read_text())[1:]:
+            lines = block.rstrip("\n").split("\n")
+            header = {}
+            report = lines.pop(0)
+            while lines[0].startswith("# "):
+                word, _, value = lines.pop(0)[2:].partition(":")
+                header[word] = value.strip()
+            yield report, header, "\n".join(lines) + "\n"
+
+
+CASES = [pytest.param(header, text, id=report) for report, header, text in cases()]
+
+
+def parts(header, word):
+    return [part.strip() for part in header.get(word, "").split("|") if part.strip()]
+
+
+@pytest.mark.parametrize(("header", "text"), CASES)
+def test_a_public_log_is_read_as_its_thread_says(header, text, tmp_path):
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    if "error" in header:
+        with pytest.raises(DumpError, match=header["error"]):
+            read_logs([path])
+        return
+    found = analyze.diagnose_dumps(read_logs([path]))
+    innocent = {culprit.rank for culprit in found.culprits}
+    innocent -= {int(rank) for rank in header["named"].split(",") if rank}
+    assert not innocent, found
+    assert [part for part in parts(header, "says") if part not in str(found)] == []
+    assert [part for part in (*NEVER, *parts(header, "never")) if part in str(found)] == []
+    named = {str(culprit.rank) for culprit in found.culprits}
+    assert named == set(filter(None, header["named"].split(",")))
+
+
+# -- neighbours of what was corrected -------------------------------------------------------------
+FAILURE = (
+    "[{number}]:\n  time      : 2026-09-07_13:{time}\n  host      : n1\n  rank      : {rank} "
+    "(local_rank: {rank})\n  exitcode  : {code} (pid: 14{rank})\n  error_file: <N/A>\n"
+)
+
+
+def table(*failures):
+    """A report of torchrun: (rank, exit code, time), the first failure last, as it prints it."""
+    rows = [
+        FAILURE.format(number=number, rank=rank, code=code, time=time)
+        for number, (rank, code, time) in enumerate(failures)
+    ]
+    return "Failures:\n" + "".join(rows[:-1]) + "Root Cause (first observed failure):\n" + rows[-1]
+
+
+def judged(folder, text):
+    path = folder / "job.log"
+    path.write_text(text)
+    found = analyze.diagnose_dumps(read_logs([path]))
+    return {culprit.rank for culprit in found.culprits}, str(found)
+
+
+@pytest.mark.parametrize(
+    ("failures", "named"),
+    [
+        # SIGKILL behind SIGTERM takes half a minute
+        ([(0, -9, "03:29"), (1, 1, "02:58")], set()),
+        ([(0, -9, "03:29"), (1, -6, "02:58")], set()),
+        ([(0, -9, "03:29"), (1, -11, "02:58")], {1}),
+        # the kernel kills two processes of a host at once
+        ([(0, -9, "02:59"), (1, -9, "02:58")], {0, 1}),
+        # what torchrun asked to end ended no other
+        ([(0, -15, "02:58"), (1, -9, "03:29")], {1}),
+        # of another report
+        ([(0, -9, "02:58")], {0}),
+    ],
+)
+def test_a_process_that_torchrun_killed_behind_another_is_not_named(failures, named, tmp_path):
+    sizes = "using world size: 8, data-parallel size: 8, tensor-model-parallel size: 1\n"
+    assert judged(tmp_path, sizes + table(*failures))[0] == named
+
+
+def test_a_table_of_another_node_does_not_say_who_ended_whom(tmp_path):
+    """Each node has a torchrun of its own."""
+    sizes = "using world size: 8, data-parallel size: 8, tensor-model-parallel size: 1\n"
+    text = sizes + table((1, 1, "02:58")) + table((5, -9, "03:40"))
+    assert judged(tmp_path, text)[0] == {5}
+
+
+COMPOSER = "ERROR:composer.cli.launcher:Global rank {} (PID 20{}) exited with code {}\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "named"),
+    [((-9, -15, -15), {0}), ((-9, -11, -9), {1}), ((-9, 1, -15), set()), ((-9, -9, -15), set())],
+)
+def test_composer_kills_the_others_as_well(codes, named, tmp_path):
+    text = "".join(COMPOSER.format(rank, rank, code) for rank, code in enumerate(codes))
+    sizes = "using world size: 8, data-parallel size: 8, tensor-model-parallel size: 1\n"
+    assert judged(tmp_path, sizes + text)[0] == named
+
+
+def test_a_process_of_mpirun_that_starts_torchrun_is_a_node(tmp_path):
+    text = "W1010 11:39:41.4 140 torch/distributed/run.py:757] Setting OMP_NUM_THREADS\n"
+    line = "mpirun noticed that process rank 1 with PID 0 on node n7 exited on signal 9 (Killed).\n"
+    named, found = judged(tmp_path, text + line)
+    assert not named
+    assert "noticed that process rank 1 with PID 0 on node n7 exited on signal 9" in found
+
+
+def test_an_error_of_an_actor_is_what_ray_prints_behind_its_own(tmp_path):
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/a/train.py", line 5, in main\n'
+        "ray.exceptions.RayTaskError(ValueError): ray::Trainer.fit() (pid=7, ip=10.0.0.4)\n"
+        '  File "/a/trainer.py", line 9, in fit\n'
+        "ValueError: bad reward\n"
+    )
+    _, found = judged(tmp_path, text)
+    assert "ValueError: bad reward in fit (" in found
+    assert "RayTaskError" not in found
+
+
+def test_a_mark_in_front_of_another_is_a_local_rank(tmp_path):
+    """[rank0]: alone is a mark, too, where a message of no length ends a line."""
+    text = "[rank0]:[rank4]: one\n[rank1]: two\n[rank2]:\n"
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    assert read_logs([path]).logged == {1, 2, 4}
