@@ -148,7 +148,8 @@ class RankJob:
             self.model = chunks(recipe, self.config)
             self.optimizer = optimizer(recipe, self.config, self.model)
         self._hook_up()
-        self.batches = batches(recipe, tier.device)
+        # each chunk reads all microbatches (training/training.py:993 @0.16.1)
+        self.batches = [batches(recipe, tier.device) for _ in self.model]
         self.num_microbatches = recipe.num_microbatches  # of the next iteration
         self.before: TrafficCounter | None = None  # of the calls before the last iteration
         self.wanted = recipe.train_iters  # iterations, for whoever follows them
@@ -224,7 +225,7 @@ class RankJob:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        data = [self.batches] * len(chunks) if len(chunks) > 1 else self.batches
+        data = self.batches if len(chunks) > 1 else self.batches[0]
         losses: list[Report] = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=data,

@@ -35,8 +35,10 @@ def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -
         sizes_out[captured] = captured_op.num_out
     op = ops_of_length[lower][place]
     upper_op = ops_of_length[upper][place]
-    num_in = _on_line(sizes_in, lower, upper, length)
-    num_out = _on_line(sizes_out, lower, upper, length)
+    # even loads are rounded to whole tokens at each length
+    is_rounded = op.name in ("dispatch", "combine")
+    num_in = _on_line(sizes_in, lower, upper, length, is_rounded=is_rounded)
+    num_out = _on_line(sizes_out, lower, upper, length, is_rounded=is_rounded)
     shape = _shape_between(op.shape, upper_op.shape, length - lower, upper - lower)
     if num_in is None or num_out is None:
         raise ProgramError(
@@ -62,7 +64,9 @@ def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -
     )
 
 
-def _on_line(sizes: Mapping[int, int], lower: int, upper: int, length: int) -> int | None:
+def _on_line(
+    sizes: Mapping[int, int], lower: int, upper: int, length: int, *, is_rounded: bool
+) -> int | None:
     """Find the size at a length on the straight line through two captures.
 
     Args:
@@ -70,6 +74,7 @@ def _on_line(sizes: Mapping[int, int], lower: int, upper: int, length: int) -> i
         lower: The capture below.
         upper: The capture above.
         length: Tokens of a sample.
+        is_rounded: Whether captured sizes are rounded, so that they need not be on the line.
 
     Returns:
         None: another capture is beside the line, or the size is no whole number.
@@ -77,6 +82,8 @@ def _on_line(sizes: Mapping[int, int], lower: int, upper: int, length: int) -> i
     lower_size = sizes[lower]
     rise = sizes[upper] - lower_size
     run = upper - lower
+    if is_rounded:
+        return lower_size + round(rise * (length - lower) / run)
     for captured, size in sizes.items():
         own_rise = size - lower_size
         own_run = captured - lower

@@ -6,12 +6,12 @@ microbatch be taken from one and the next from another; where they do not, that 
 of a length between captured ones have sizes on the straight line through the two captures next to
 it; a call whose size leaves that line in a third capture is refused.  Such programs have no times.
 
-Messages between stages have no microbatch of their own: the n-th of a direction is that of the n-th
-microbatch, which the schedule without chunks keeps.  Without ``variable_seq_lengths`` a stage
-receives tensors of ``--seq-length`` whatever is sent (core/pipeline_parallel/schedules.py:1946
-get_tensor_shapes @0.16.1); with it, the shape goes ahead (p2p_communication.py:165
-_communicate_shapes).  The counts of an all-to-all follow what other ranks send, since dispatchers
-exchange them first (core/transformer/moe/token_dispatcher.py), so they are left out.
+Messages between stages have no microbatch of their own; ``stage_messages`` says which one they are
+of.  Without ``variable_seq_lengths`` a stage receives tensors of ``--seq-length`` whatever is sent
+(core/pipeline_parallel/schedules.py:1946 get_tensor_shapes @0.16.1); with it, the shape goes ahead
+(p2p_communication.py:165 _communicate_shapes).  The counts of an all-to-all follow what other ranks
+send, since dispatchers exchange them first (core/transformer/moe/token_dispatcher.py), so they are
+left out; ``expert_dispatch`` has the rules of the flex dispatcher.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ import numpy as np
 
 from megatron_prism.core.errors import ProgramError, UnsupportedError
 from megatron_prism.core.jobs import job_settings
-from megatron_prism.core.programs.ops import CODE, IS_CALL, IS_PAIR, Op
+from megatron_prism.core.programs.ops import CODE, IS_CALL, Op
 from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.features.uneven.between_lengths import op_between
+from megatron_prism.features.uneven.expert_dispatch import (
+    DispatchRule,
+    dispatch_rule,
+    is_routing_map,
+)
+from megatron_prism.features.uneven.stage_messages import Crossing, StageMessages, read_messages
 
 # settings that follow from the length
 _OF_LENGTH = (
@@ -49,7 +55,6 @@ _ALIKE = (
     "handle",
 )
 _ALIKE_TEXTS = ("group", "stream")
-_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 _FIX = "capture the job at one length for each of these ranks: programs=RANKS:DIR"
 
 
@@ -61,6 +66,7 @@ class LengthCaptures:
         by_length: Tokens of a sample -> the capture.
         microbatches: Of an iteration.
         lengths_vary: Whether stages send shapes ahead of tensors (``variable_seq_lengths``).
+        dispatch_rule: What the flex dispatcher does with other counts of tokens.
     """
 
     def __init__(self, captured: Programs, others: Sequence[Programs]) -> None:
@@ -72,7 +78,6 @@ class LengthCaptures:
 
         Raises:
             ProgramError: Captures are of different jobs, or of one length.
-            UnsupportedError: The schedule does not say which microbatch a step is of.
         """
         self.captured = captured
         settings = _settings(captured)
@@ -88,19 +93,8 @@ class LengthCaptures:
         self._readable: dict[int, list[Op]] = {}  # by id of a captured program
         self.microbatches = captured.num_microbatches
         self.lengths_vary = settings.get("variable_seq_lengths", "").lower() == "true"
-        world = captured.world
-        if world.pp > 1 and world.chunks > 1:
-            raise UnsupportedError(
-                "microbatches of a pipeline with chunks overtake each other, so its messages have "
-                "no known lengths",
-                fix="captures without --num-layers-per-virtual-pipeline-stage",
-            )
-        if settings.get("moe_token_dispatcher_type") == "flex":
-            raise UnsupportedError(
-                "what buffers of the flex dispatcher hold follows from lengths in a way that is "
-                "not carried over",
-                fix=_FIX,
-            )
+        self.dispatch_rule = dispatch_rule(settings)
+        self._messages: dict[int, StageMessages] = {}  # by rank of a captured program
 
     def programs_of(self, lengths: Sequence[int]) -> Programs:
         """Make the world in which microbatches have these lengths.
@@ -152,24 +146,42 @@ class LengthCaptures:
         """Say which microbatch each op belongs to: int64 [ops], -1: none.
 
         Raises:
-            UnsupportedError: A rank exchanges more messages than it has microbatches.
+            UnsupportedError: A message is of no one microbatch.
         """
-        return self._microbatches(base, _numbers_of_messages(base))
+        messages = self.messages_of(base)
+        is_tensor = (messages.microbatch >= 0) & ~messages.is_shape
+        return np.where(is_tensor, messages.microbatch, base.ops["microbatch"])
 
-    def _microbatches(self, base: Program, message_of_op: np.ndarray) -> np.ndarray:
-        """Say which microbatch each op belongs to, as ``microbatch_of_ops``.
+    def messages_of(self, base: Program) -> StageMessages:
+        """Say what each message of a captured program carries.
 
-        Args:
-            base: Of a class of ranks.
-            message_of_op: int64 [ops], as of ``_numbers_of_messages``.
+        Raises:
+            UnsupportedError: A message is of no one microbatch.
         """
-        if int(message_of_op.max(initial=-1)) >= self.microbatches:
-            raise UnsupportedError(
-                f"rank {base.rank} exchanges more messages with a stage than it has microbatches, "
-                "so their lengths are not known",
-                fix=_FIX,
-            )
-        return np.where(message_of_op >= 0, message_of_op, base.ops["microbatch"])
+        rank = base.rank
+        if rank not in self._messages:
+            messages = read_messages(base, self.captured)
+            highest = int(messages.microbatch.max(initial=-1))
+            if highest >= self.microbatches:
+                raise UnsupportedError(
+                    f"rank {rank} has a message of microbatch {highest} and {self.microbatches} "
+                    "microbatches, so lengths of messages are not known",
+                    fix=_FIX,
+                )
+            self._messages[rank] = messages
+        return self._messages[rank]
+
+    def crossings(self) -> list[tuple[int, Crossing]]:
+        """List each rank's first receive of a tensor that gets another one than it is for."""
+        crossings: list[tuple[int, Crossing]] = []
+        for base in self.captured.programs:
+            messages = self.messages_of(base)
+            for crossing in messages.crossed:
+                # a shape that crossed shows in the size of what is received
+                if not messages.is_shape[crossing.receive]:
+                    crossings.append((base.rank, crossing))
+                    break
+        return crossings
 
     def _ops(self, program: Program) -> list[Op]:
         """Read all ops of a captured program once."""
@@ -182,8 +194,8 @@ class LengthCaptures:
         """Make one program of which each microbatch comes from the program of its length."""
         for length, program in programs.items():
             _check_aligned(base, program, length)
-        message_of_op = _numbers_of_messages(base)
-        microbatch_of_op = self._microbatches(base, message_of_op)
+        messages = self.messages_of(base)
+        microbatch_of_op = self.microbatch_of_ops(base)
         base_ops = self._ops(base)
         ops_of_length: dict[int, list[Op]] = {}
         for length, program in programs.items():
@@ -198,12 +210,20 @@ class LengthCaptures:
                 ops.append(own_op)
                 continue
             length = wanted[microbatch]
+            # a receive is as long as the shape that came ahead
+            shape_from = int(messages.shape_from[place])
+            if self.lengths_vary and shape_from >= 0:
+                length = wanted[shape_from]
             if length in programs:
                 op = ops_of_length[length][place]
             else:
                 op = op_between(ops_of_length, place, length)
             # the buffer of a receive is as long as --seq-length says
-            if op.name == "recv" and message_of_op[place] >= 0 and not self.lengths_vary:
+            is_between_stages = messages.microbatch[place] >= 0
+            if op.name == "recv" and is_between_stages and not self.lengths_vary:
+                op = own_op
+            # padded to the longest of the group: alike on all its ranks
+            if self.dispatch_rule is DispatchRule.PADDED and is_routing_map(op):
                 op = own_op
             if op.name == "all_to_all":
                 op = dataclasses.replace(op, splits=None)
@@ -276,26 +296,3 @@ def _check_equal_call(op: Op, other: Op, length: int) -> None:
             f"{length} tokens",
             fix=_FIX,
         )
-
-
-def _numbers_of_messages(program: Program) -> np.ndarray:
-    """Number the messages of each direction: int64 [ops], -1 for other ops.
-
-    A shape that goes ahead is int64 and takes no number of its own.
-    """
-    ops = program.ops
-    numbers = np.full(len(program), -1, dtype=np.int64)
-    is_outside = ops["microbatch"] < 0
-    pipeline_codes = [code for code, text in enumerate(program.strings) if text == _PIPELINE]
-    is_message = IS_PAIR[ops["name"]] & is_outside & np.isin(ops["group"], pipeline_codes)
-    messages = np.flatnonzero(is_message)
-    next_number: dict[tuple[int, int, int], int] = {}
-    for place in messages.tolist():
-        row = ops[place]
-        # a shape that goes ahead
-        if program[place].dtype == "int64":
-            continue
-        direction = int(row["name"]), int(row["group"]), int(row["peer"])
-        numbers[place] = next_number.get(direction, 0)
-        next_number[direction] = int(numbers[place]) + 1
-    return numbers

@@ -16,6 +16,7 @@ from megatron_prism.core.programs.program import Program
 from megatron_prism.core.world import World, ranks_text
 from megatron_prism.features.hang.diagnose import diagnose_stall
 from megatron_prism.features.hang.verdict import Diagnosis
+from megatron_prism.features.uneven.expert_dispatch import DispatchRule
 from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.kinds import InputKind
 from megatron_prism.features.uneven.mixed_lengths import sequence_length
@@ -87,9 +88,9 @@ def examine(sources: Sources, inputs: Sequence[UnevenInput]) -> Outcome:
 def judge(uneven_world: UnevenWorld) -> Outcome:
     """Compare the calls of all ranks, then run them until no rank can go on."""
     programs = uneven_world.programs
-    findings = world_graph.build(programs).check()
+    findings = tuple(world_graph.build(programs).check()) or uneven_world.broken_rules
     if findings:
-        return Outcome((), "mismatch", tuple(findings))
+        return Outcome((), "mismatch", findings)
     state = stall.run_until_stalled(programs, uneven_world.faults)
     if state.finished:
         return Outcome((), "matched")
@@ -217,11 +218,23 @@ def advice(sources: Sources, outcome: Outcome, inputs: Sequence[UnevenInput]) ->
         return ""
     finding = outcome.findings[0]
     is_of_lengths = kinds == {InputKind.LENGTHS}
+    # messages of a two-stage pipeline that cross
+    if finding.kind == "order" and is_of_lengths:
+        return (
+            "overlap_p2p_comm sends each message in a call of its own; Megatron's arguments refuse "
+            "two stages with chunks without it (training/arguments.py:1007 @main)"
+        )
     if is_of_lengths and finding.group == "PIPELINE_MODEL_PARALLEL_GROUP":
         return (
             "a stage receives tensors of --seq-length (core/pipeline_parallel/schedules.py "
             "get_tensor_shapes): variable_seq_lengths of the model's configuration, which no flag "
             "of Megatron sets, sends the shape ahead"
+        )
+    captures = sources.lengths
+    if captures is not None and captures.dispatch_rule is DispatchRule.EQUAL:
+        return (
+            "moe_hybridep_pad_uneven_dispatch_inputs (Megatron 0.19 and later) pads the tokens of "
+            "all ranks of the group to the largest count"
         )
     if is_of_lengths and "EXPERT" in finding.group and "all_to_all" not in finding.picture:
         return (

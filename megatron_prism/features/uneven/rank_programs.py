@@ -9,7 +9,7 @@ batches are captures of their own.  Nothing here knows times or memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,9 +17,12 @@ import numpy as np
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.programs.ops import CODE, PHASE_NAMES
 from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.features.uneven.expert_dispatch import DispatchRule, unequal_dispatches
 from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.kinds import InputKind
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
+from megatron_prism.features.uneven.stage_messages import crossing_finding
+from megatron_prism.graph.matching import Finding
 from megatron_prism.graph.stall import RankFault
 
 _FORWARD = PHASE_NAMES.index("forward")
@@ -51,10 +54,12 @@ class UnevenWorld:
     Attributes:
         programs: Of all ranks.
         faults: Ranks that stop because their loader is empty.
+        broken_rules: What does not fit though the sizes of all calls do.
     """
 
     programs: Programs
     faults: Mapping[int, RankFault] = field(default_factory=dict)
+    broken_rules: tuple[Finding, ...] = ()
 
 
 def apply_inputs(sources: Sources, inputs: Sequence[UnevenInput]) -> UnevenWorld:
@@ -84,7 +89,24 @@ def apply_inputs(sources: Sources, inputs: Sequence[UnevenInput]) -> UnevenWorld
         else:
             other = _mixed_lengths(sources, uneven_input)
         programs = _with_ranks(programs, other, uneven_input.ranks)
-    return UnevenWorld(programs, faults)
+    broken_rules: list[Finding] = []
+    kinds = {uneven_input.kind for uneven_input in inputs}
+    if InputKind.LENGTHS in kinds and sources.lengths is not None:
+        broken_rules += _broken_rules(sources.lengths, programs)
+    return UnevenWorld(programs, faults, tuple(broken_rules))
+
+
+def _broken_rules(captures: LengthCaptures, programs: Programs) -> Iterator[Finding]:
+    """Find what goes wrong with other lengths though the sizes of all calls fit.
+
+    Args:
+        captures: Of one job at several lengths.
+        programs: Of all ranks, with their lengths.
+    """
+    for rank, crossing in captures.crossings():
+        yield crossing_finding(programs, rank, crossing)
+    if captures.dispatch_rule is DispatchRule.EQUAL:
+        yield from unequal_dispatches(programs)
 
 
 def _check_ranks_once(inputs: Sequence[UnevenInput]) -> None:

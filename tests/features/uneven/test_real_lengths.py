@@ -31,6 +31,10 @@ JOBS = {
                     {0: (16, 16, 16, 16), 1: (16, 8, 16, 4)}),
     "pp4 dp2": ("pp=4 num_layers=4 variable_seq_lengths=true global_batch_size=12",
                 {0: (4, 8, 16, 4, 8, 16), 1: (16, 16, 4, 4, 8, 8)}),
+    "pp2 vpp2 dp4": ("pp=2 vpp=2 num_layers=4 variable_seq_lengths=true global_batch_size=16",
+                     {0: (16, 8, 4, 16), 1: (4, 8, 16, 8), 2: (8, 8, 16, 4), 3: (16, 16, 4, 4)}),
+    "pp4 vpp2 dp2": ("pp=4 vpp=2 num_layers=8 variable_seq_lengths=true global_batch_size=16",
+                     {0: (4, 8, 16, 4, 8, 16, 4, 16), 1: (16, 16, 4, 4, 8, 8, 16, 8)}),
     "dp8 ep4, experts": ("ep=4 num_experts=4 global_batch_size=16",
                          {rank: ((16, 8), (8, 4), (4, 16))[rank % 3] for rank in range(8)}),
 }  # fmt: skip

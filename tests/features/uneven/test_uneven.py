@@ -8,7 +8,7 @@ import pytest
 from helpers.programs import DP, EP, PP, TP, healthy, stage_ops
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.errors import ProgramError, UnsupportedError, UsageError
+from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs
@@ -197,15 +197,6 @@ def test_a_call_of_no_microbatch_that_depends_on_the_length_is_refused():
     captures = LengthCaptures(pipeline(8, extra="all_reduce"), [pipeline(2, extra="all_reduce")])
     with pytest.raises(ProgramError, match="belongs to no microbatch"):
         captures.programs_of((2, 8, 8))
-
-
-def test_chunks_and_the_flex_dispatcher_are_refused():
-    captured = pipeline(8)
-    chunked = dataclasses.replace(captured, world=dataclasses.replace(captured.world, vpp=2))
-    with pytest.raises(UnsupportedError, match="chunks"):
-        LengthCaptures(chunked, [])
-    with pytest.raises(UnsupportedError, match="flex"):
-        LengthCaptures(pipeline(8, settings={"moe_token_dispatcher_type": "flex"}), [])
 
 
 def test_a_file_of_lengths_has_a_line_for_each_dp_rank(tmp_path):
