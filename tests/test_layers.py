@@ -172,7 +172,7 @@ def test_imports_follow_the_table():
 # the durations of a timeline's nodes and when these end, and one the allocator's model, for batches
 # of uneven; three what-ifs of fit and what tokens cost, for compare and sweep; two a file of phases
 # and the sizes in it; three an estimate, and how far off it was
-MOST_NAMES_OF_CORE = 430
+MOST_NAMES_OF_CORE = 427
 
 
 def names_of_core():
@@ -192,10 +192,21 @@ def names_of_core():
                     modules[alias.asname or alias.name] = name
                 else:
                     taken.add(name)
-        for node in ast.walk(tree):
-            of_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-            if of_name and node.value.id in modules:
-                taken.add(f"{modules[node.value.id]}.{node.attr}")
+        taken |= attributes_of(modules, tree)
+    return taken
+
+
+def attributes_of(modules, tree):
+    """What is taken of modules by attribute; a parameter of a module's name is no module."""
+    taken = set()
+    if isinstance(tree, ast.FunctionDef):
+        parameters = {argument.arg for argument in [*tree.args.args, *tree.args.kwonlyargs]}
+        modules = {name: home for name, home in modules.items() if name not in parameters}
+    for node in ast.iter_child_nodes(tree):
+        of_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if of_name and node.value.id in modules:
+            taken.add(f"{modules[node.value.id]}.{node.attr}")
+        taken |= attributes_of(modules, node)
     return taken
 
 
