@@ -144,6 +144,7 @@ def orthogonal_rank_groups(
     spanned = np.asarray(mask, dtype=bool)
     strides = np.cumprod(np.concatenate(([1], sizes[:-1]))).astype(np.int64)
     if containing is None:
+        # a group for each combination of coordinates that its members share
         first_ranks = _corners(sizes[~spanned], strides[~spanned])
     else:
         ranks = np.fromiter(containing, dtype=np.int64)
@@ -221,8 +222,10 @@ class World:
 
     def __post_init__(self) -> None:
         if self.etp is None:
+            # Megatron's default, and the only change of a frozen world
             object.__setattr__(self, "etp", self.tp)
         _check_sizes(self)
+        # a stage holds dense layers and experts: both grids must put it on the same ranks
         dense_stride, expert_stride = self._stride("dense", "pp"), self._stride("expert", "pp")
         if dense_stride != expert_stride:
             raise WorldError(
@@ -268,6 +271,7 @@ class World:
         """Whether every rank has the same coordinates in both, whatever chunks stages and ranks
         nodes have.
         """
+        # neither moves a rank to another coordinate
         own_places = replace(self, vpp=None, gpus_per_node=None)
         return own_places == replace(world, vpp=None, gpus_per_node=None)
 
@@ -295,6 +299,7 @@ class World:
     def _along(self, axis: str, ranks: Ranks) -> Ranks:
         """The coordinate ``axis`` (one of AXES) of one rank or of an array of ranks."""
         grid = "expert" if axis in ("ep", "etp", "edp") else "dense"
+        # on the experts' grid they take the places of tp and dp
         name = {"etp": "tp", "edp": "dp"}.get(axis, axis)
         return ranks // self._stride(grid, name) % self.axis_sizes()[axis]
 
@@ -348,6 +353,7 @@ class World:
         ranks: set[int] = set()
         for selector in text.split(";"):
             terms = [term.strip() for term in selector.split(",")]
+            # the lowest rank of each stage
             if terms == [STAGES]:
                 ranks.update(self.rank_at(pp=stage) for stage in self.stages)
             elif any("=" in term for term in terms):
@@ -405,6 +411,7 @@ class World:
     def group(self, rank: int, which: Family | str) -> tuple[int, ...] | None:
         """This rank's group of one family (or group_desc), ascending; None if it is in none."""
         row = family(which) if isinstance(which, str) else which
+        # the slice holds the rank; of its ends or its first the rank may be none
         (members,) = self.members(row, containing=(self.check_rank(rank),)).tolist()
         return tuple(members) if rank in members else None
 
@@ -434,6 +441,7 @@ def _ordered_axes(world: World) -> tuple[str, ...]:
     sizes = {"tp": world.tp, "cp": world.cp, "dp": world.dp, "pp": world.pp, "ep": world.ep}
     named = world.order.lower().split("-")
     absent = [axis for axis in sizes if axis not in named]
+    # an axis of size 1 may be left out
     missing = [f"{axis} {sizes[axis]}" for axis in absent if sizes[axis] > 1]
     if missing or len(named) + len(absent) != len(sizes):
         what = "is not made of tp, cp, ep, dp, pp, each once"

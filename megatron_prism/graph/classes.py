@@ -159,6 +159,7 @@ def equal_programs(programs: tuple[Program, ...]) -> np.ndarray:
     first_with: dict[bytes, int] = {}
     first_equal: list[int] = []
     for index, program in enumerate(programs):
+        # bytes are equal where the programs are, but for their rank
         columns = program.columns(all_strings, all_splits)
         first_equal.append(first_with.setdefault(columns, index))
     return np.array(first_equal, dtype=np.int32)
@@ -203,6 +204,7 @@ def _views(
         programs: Of all ranks.
         groups: Their memberships.
     """
+    # sums of random words are equal where groups have the same classes equally often
     class_words = _mixed(np.arange(len(heads), dtype=np.uint64))
     words = class_words[colour]
     class_programs = [programs.of(rank) for rank in heads]
@@ -229,6 +231,7 @@ def _views(
     signatures = words.copy()
     with np.errstate(over="ignore"):
         for _, column in columns:
+            # the factor keeps two columns apart that are exchanged
             signatures = _mixed(signatures * np.uint64(3) + column)
     return _Views(signatures, columns)
 

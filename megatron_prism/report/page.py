@@ -48,11 +48,13 @@ def render_page(
     style = _read("page.css")
     shared = [_read(name) for name in ("page.js", "terms.js", "charts.js", *more)]
     code = "".join([*shared, script.read_text(encoding="utf-8")])
+    # the page asks the network for nothing and runs no other script
     policy = (
         f"default-src 'none'; script-src '{_hash(code)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
     kinds = {name: (groups.short_name(name), groups.kind(name)) for name in data.get("groups", ())}
+    # NaN is no JSON, and browsers refuse it
     content = json.dumps({**data, "groups": kinds}, separators=(",", ":"), allow_nan=False)
     parts = {
         "policy": html.escape(policy),
@@ -70,6 +72,7 @@ def render_page(
 
 def allow_script(page: str, script: str) -> str:
     """``page`` with one script more, which its policy lets run: tests look at pages with it."""
+    # beside the hash of the page's own script
     own = html.escape(f"'{_hash(script)}'")
     page = page.replace("script-src ", f"script-src {own} ", 1)
     return page.replace("</body>", f"<script data-driver>{script}</script></body>")

@@ -146,6 +146,7 @@ class Builder:
         for position, (before, storage, num_bytes, note) in enumerate(self._allocations):
             owner = owners.get(storage)
             what, _, _ = texts[note].partition("@")
+            # a storage that goes has no owner, and a note that names one knows better
             if owner is None or num_bytes <= 0 or ":" in what:
                 continue
             _, separator, site = texts[note].rpartition("@")
@@ -179,6 +180,7 @@ class Builder:
             self.history = self.history[:0]
         earlier: list[tuple[int, int]] = []
         for desc, count in self.earlier.items():
+            # a group that this iteration does not use has no number for its text
             if desc in self._strings:
                 earlier.append((self._strings[desc], count))
         # all on the main stream: nothing is said of streams
@@ -303,6 +305,7 @@ class Program:
             return NotImplemented
         if len(self) != len(other) or self.rank != other.rank:
             return False
+        # both with the texts numbered as in this program
         own_columns = self.columns(self.strings, self.splits)
         return own_columns == other.columns(self.strings, self.splits)
 
@@ -347,6 +350,7 @@ class Program:
     def partners(self) -> frozenset[tuple[str, int]]:
         """(group description, offset) of its sends and receives."""
         messages = self.ops[IS_PAIR[self.ops["name"]]]
+        # pairs of numbers first: a program has thousands of messages to few partners
         codes = set(zip(messages["group"].tolist(), messages["peer"].tolist(), strict=True))
         return frozenset((self.strings[group], peer) for group, peer in codes)
 
@@ -361,6 +365,7 @@ class Program:
 
         # a number for each FIFO: three of a group, of messages one for each peer
         fifo = self.ops["group"].astype(np.int64) * 3
+        # 0: collectives, 1: sends, 2: receives
         fifo_of_message = fifo + 1 + (names == CODE["recv"])
         peer = self.ops["peer"].astype(np.int64) + (1 << 31)
         fifo = np.where(is_message, fifo_of_message, fifo) * (1 << 33)
@@ -374,6 +379,7 @@ class Program:
             fifo_in_order = fifo[order]
             is_first = np.append(True, fifo_in_order[1:] != fifo_in_order[:-1])
             starts = np.flatnonzero(is_first)
+            # where the FIFO of each call starts in that order
             start_of_call = starts[np.cumsum(is_first) - 1]
             sequence[order] = np.arange(order.size) - start_of_call
         return sequence
@@ -419,6 +425,7 @@ class Program:
 
         It is 0 if that was not recorded.
         """
+        # a part of the process before this iteration may have had more
         sizes = self.earlier_peak[:, 1]
         counts = self.earlier_peak[:, 2]
         earlier_bytes = int((sizes * counts).sum())

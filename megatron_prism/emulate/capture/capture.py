@@ -92,6 +92,7 @@ def of_running_job() -> dict[str, str]:
     """
     if job_arguments.recipe is not None:
         return model_flops.of_recipe(job_arguments.recipe)
+    # a stock script: what Megatron itself prints as its throughput
     training = sys.modules.get("megatron.training.training")
     if job_arguments.parsed() is None:
         return {}
@@ -126,6 +127,7 @@ _running: list[StockCapture] = []
 
 def first_recorded(wanted: int) -> int:
     """The train step (from 1) of a job of ``wanted`` from which on iterations are recorded."""
+    # a job too short to warm up is recorded at its end
     if wanted <= 2:
         return wanted
     return max(2, wanted - KEPT, min(WARM, wanted - FEW))
@@ -169,10 +171,12 @@ def add_to(run: Run, session: Session) -> None:
     options, tier = run.options, run.tier
     emit = workers.emitter()
     assert options.capture is not None, "it is why this is called"
+    # a worker's folder was checked by the process that started it
     if emit is None:
         check_free(options.capture, options.rank, options.force)
     device = tier.name
     if tier.name == "cuda":
+        # times are of this model of GPU; shapes are of none
         device = torch.cuda.get_device_name()
     source = source_of(run.version, tier.name, device)
     capture = StockCapture(options, tier, source, run.monitor)
@@ -186,6 +190,7 @@ def add_to(run: Run, session: Session) -> None:
     if emit is not None:
         reported = _Reported(run, capture, emit)
         run.on_arguments.append(reported.exit_if_captured)
+        # microbatches that follow from others do so in shapes alone: times differ in each
         follows = tier.name == "meta" and not options.all_microbatches and not options.per_call
         if follows and os.environ.get(_RUNS) != _ALL:
             run.monitor.few, capture.start_over = reported.few, reported.start_over
@@ -209,6 +214,7 @@ class _Reported(TrainingListener):
         steps = wanted
         if leaves_early:
             steps = min(wanted, ENDS_SHAPES + 1 if probes else max(number, ENDS_SHAPES))
+        # a forward and a backward of each chunk of the model
         self.of = 2 * steps * len(model or (1,))
 
         # a stock job on tier meta: this step would only end the one before it
@@ -231,6 +237,7 @@ class _Reported(TrainingListener):
         world = self.capture.store.world if recipe is None else recipe.world
         if world.pp == config.pipeline_model_parallel_size:  # else nobody has said the sizes
             few = few_microbatches.few_of(world, self.run.options.rank, wanted, vars(config))
+        # said once for each number of microbatches, which a job may ramp up
         if few < wanted and self.capture.wanted != wanted:
             ran = f"{few} of {wanted} microbatches run, the others follow; "
             fix = "--prism-all-microbatches (prism.all_microbatches of a recipe) runs all"
@@ -254,6 +261,7 @@ class _Reported(TrainingListener):
             self.emit("note", text=f"all microbatches run: {why}")
         self.run.claims.close()
         os.environ[_RUNS] = what_runs
+        # the new process reports through the same pipe
         os.set_inheritable(int(os.environ[workers.EVENTS]), True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -435,15 +443,18 @@ class StockCapture(TrainingListener):
         cuda, timed = self.tier.name == "cuda", len(self._recordings) - 1
         if self._traced:  # which takes the host a second or two afterwards
             return
+        # recording delays the host: iterations without say how long it takes by itself
         if cuda and self._clock_next(left, timed):
             if not self._cool:
                 self._measure_host()
             self._recorder.clock.start()
             return
+        # behind a clocked iteration the GPU has cooled down: the next one is no typical one
         cool, self._cool = self._cool, False
         if cool and spare > 0:
             return
         if cuda and left <= 0 and timed > 0:
+            # the last iteration: tracing it disturbs no other
             self._tracer = Tracer()
         hopeless = len(self._others) > 1 and not self._recordings  # all may have an evaluation
         self._quick = self.tier.name != "meta" and (self._written or hopeless)
@@ -524,6 +535,7 @@ class StockCapture(TrainingListener):
         self._next = gathered
 
     def _keep(self) -> None:
+        # an iteration of which the host alone was clocked
         if self._recorder.clock.running:
             clocked, self._cool = self._recorder.clock.stop(), True
             self._measure_host()
@@ -576,6 +588,7 @@ class StockCapture(TrainingListener):
         from megatron_prism.emulate.capture import host_benchmark  # needs torch
 
         if len(self._hosts) < _HOSTS:
+            # a job of many iterations does not wait for this again and again
             self._hosts.append(host_benchmark.measure(HOST_S).index)
 
     def _remove(self) -> None:
@@ -619,6 +632,7 @@ class StockCapture(TrainingListener):
             self.links.stop()
         self._note_facts_of_rank()
         steps = len(self._monitor.iterations)
+        # timed iterations have no ops; one that was written down is needed
         if not any(recording.builder is not None for recording in self.kept()):
             raise UsageError(
                 f"--prism-capture: nothing was recorded, the job ended after {steps} train steps",
@@ -627,6 +641,7 @@ class StockCapture(TrainingListener):
         self._first_alone = steps < LEAST_STEPS
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         if self._probe is not None:
+            # what differs between the two is what depends on routing
             self.program = routing.learned(self.program, self._probe, self._repeated)
         if self.wanted:
             try:
@@ -635,6 +650,7 @@ class StockCapture(TrainingListener):
                 )
                 self._flops = source | self._flops  # Megatron's count is of all
             except ProgramError as error:
+                # the captured order is not that of the scheduler: all microbatches have to run
                 assert self.start_over is not None, "few ran"
                 self.start_over(_ALL, error.message)
         if self._before_graphs is not None:
@@ -718,6 +734,7 @@ def _cut_groups(world: Any, program: Program) -> dict[str, tuple[tuple[int, ...]
     for group in distributed_c10d._world.pg_map:
         name, ranks = getattr(group, "desc", ""), getattr(group, "ranks", ())
         if name in used and program.rank in ranks:
+            # None: they follow from the sizes
             groups = subgroups(world, name, ranks)
             cut_groups.update({name: groups} if groups is not None else {})
     return cut_groups

@@ -213,6 +213,7 @@ class LaunchLine:
         """
         names_given = {word.partition("=")[0] for word in flags_given}
         flags = list[str]()
+        # the user's own flags win
         if "--prism-world-size" not in names_given:
             if self.unclear:
                 raise UsageError(
@@ -221,6 +222,7 @@ class LaunchLine:
                 )
             if self.ranks:
                 flags += ["--prism-world-size", str(self.ranks)]
+        # one host needs no word on how many GPUs a host has
         has_several_hosts = self.per_host is not None and 0 < self.per_host < (self.ranks or 0)
         if has_several_hosts and "--prism-gpus-per-node" not in names_given:
             flags += ["--prism-gpus-per-node", str(self.per_host)]
@@ -235,6 +237,7 @@ def is_launcher(word: str) -> bool:
 
 def begins_line(word: str) -> bool:
     """Whether a launch line may begin with ``word``: a launcher, or a script; no ``key=value``."""
+    # key=value is ours; a path may have a = behind its first folder
     if "=" in word.partition("/")[0]:
         return False
     if word == "--" or word.endswith((".py", *SCRIPTS)):
@@ -253,6 +256,7 @@ def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str],
     line = list(words)
     while line and line[0] != "--" and not begins_line(_unquoted(line)[0]):
         word = line[0]
+        # an option with its value in a word of its own
         takes_value = word.startswith("-") and word not in alone and "=" not in word
         place += 2 if takes_value else 1
         line = list(words[place:])
@@ -263,6 +267,7 @@ def split_line(words: Sequence[str], alone: Collection[str]) -> tuple[list[str],
 
 def _unquoted(line: Sequence[str]) -> list[str]:
     """The words of a launch line, which may be quoted as one."""
+    # a line that the user's shell has divided already
     if len(line) != 1:
         return list(line)
     try:
@@ -322,16 +327,19 @@ class _Reading:
         """Read one launcher with its options, or a variable; the whole line where it ends there."""
         name = Path(self.remaining[0]).name
         words_before = len(self.words) - len(self.remaining)
+        # NAME=value in front of a launcher
         if setting := _ASSIGNMENT.fullmatch(self.remaining[0]):
             self.variables[setting[1]] = setting[2]
             self.remaining = self.remaining[1:]
             return None
+        # a script of a shell or of a scheduler: another reader runs it dry
         if name in SUBMIT or _SHELL.match(name) or self._is_manifest(name):
             return self.ending_in_shell(*self.remaining, words_before=words_before)
         if _PYTHON.match(name):
             self.remaining, is_module = _after_python(self.remaining[1:])
             if not is_module:
                 return None  # a script, or one more launcher, is next
+            # python -m pretrain: the module is the job
             if not self.remaining or self.remaining[0] not in BY_NAME:
                 return self.ending("-m", *self.remaining)
             name = self.remaining[0]  # python -m torch.distributed.run
@@ -339,12 +347,14 @@ class _Reading:
         if row is not None:
             options, self.remaining = split_options(row, self.remaining[1:])
             return self._read_launcher(name, row, options)
+        # a program in front of a launcher, such as a wrapper of a site
         ahead = _command_ahead(self.remaining)
         if ahead:
             # a program that we do not know: it counts if its options are those of torchrun
             row = BY_NAME["torchrun"]
             options, _ = split_options(row, self.remaining[1:ahead])
             self.remaining = self.remaining[ahead:]
+            # its options say nothing of ranks, so neither does this row
             if not options.keys() & {"--nproc-per-node", "--nnodes"}:
                 row = LauncherRow("")
             return self._read_launcher(name, row, options)
@@ -361,6 +371,7 @@ class _Reading:
     ) -> LaunchLine | None:
         """Note what a launcher's options say; the whole line where its command ends it."""
         self.launchers.append(name)
+        # variables that an option sets: mpirun -x, docker -e
         for option in row.sets.split():
             for text in options.get(option, ()):
                 if setting := _ASSIGNMENT.fullmatch(text):
@@ -372,9 +383,11 @@ class _Reading:
                     fix="the part that trains, with --prism-world-size N",
                 )
             self.counted = _counted(name, row, options, {**self.env, **self.variables})
+        # ssh host 'a whole command'
         if row.text and len(self.remaining) == 1 and " " in self.remaining[0]:
             words_before = len(self.words) - 1
             return self.ending_in_shell("bash", "-c", self.remaining[0], words_before=words_before)
+        # torchrun -m: what follows is a module
         if options.keys() & {"-m", "--module"} & set(row.alone.split()):
             return self.ending("-m", *self.remaining)
         return None
@@ -385,6 +398,7 @@ def _command_ahead(words: Sequence[str]) -> int:
     behind ``--``; 0 if there is none.
     """
     for place, word in enumerate(words):
+        # what stands behind a script are its own arguments
         if word.endswith((".py", ".sh")):
             break
         if place and "/" not in word and is_launcher(word):
@@ -425,8 +439,10 @@ def split_options(row: LauncherRow, words: Sequence[str]) -> tuple[dict[str, lis
             following = remaining[1] if len(remaining) > 1 else ""
             name, value, words_read = _read_option(row, word, following)
             options.setdefault(name, []).append(value)
+        # docker run, kubectl exec: a verb is no command
         elif word in row.verbs.split() or (word == "-" and word in alone):
             pass
+        # a host, an image or a pod stands before the command
         elif words_to_skip and not _ASSIGNMENT.fullmatch(word):
             words_to_skip -= 1
         else:
@@ -441,6 +457,7 @@ def _read_option(row: LauncherRow, word: str, following: str) -> tuple[str, str,
         return short[1], short[2], 1
     name, equals, value = word.partition("=")
     name = _full_name(row, name)
+    # an option that takes two words
     if name in row.pairs.split():
         return name, value, 3
     if equals or name in row.alone.split() or following.startswith("-"):
@@ -456,6 +473,7 @@ def _full_name(row: LauncherRow, name: str) -> str:
     name = name[:2] + name[2:].replace("_", "-")
     options = f"{row.ranks} {row.nodes} {row.per_host} {row.alone}".split()
     long_options = [option for option in options if option.startswith("--")]
+    # too short to be the begin of one alone
     if len(name) <= 4 or name in long_options:
         return name
     begun = [option for option in long_options if option.startswith(name)]
@@ -478,6 +496,7 @@ def numbers(
         del variables["ranks"]  # it says the ranks of the whole allocation then
     for quantity in _QUANTITIES:
         options_given = [option for option in getattr(row, quantity).split() if option in options]
+        # the first option of the row that has a value counts
         with_value = [option for option in options_given if any(options[option])]
         if with_value:
             option = with_value[0]
@@ -508,10 +527,12 @@ def _counted(
     counts, sources, unclear = numbers(row, options, env)
     if unclear:
         return LaunchLine(unclear=f"{unclear} of {name}")
+    # what the launcher starts where nothing is said
     default_nodes, default_per_host = row.unsaid or (None, None)
     ranks = counts.get("ranks")
     nodes = counts.get("nodes", default_nodes)
     per_host = counts.get("per_host", default_per_host)
+    # a number of all ranks stands alone; nodes and ranks of a node are multiplied
     sources_are_factors = not ranks
     if ranks is None:
         slots = _slots(row, options)
@@ -525,6 +546,7 @@ def _counted(
     if ranks is None and per_host and (nodes or on_this_host):
         ranks = (nodes or 1) * per_host
     elif ranks and nodes and not per_host:
+        # rounded up: the last host may have fewer
         per_host = -(-ranks // nodes)
     if per_host and row.parts:
         per_host *= counts.get("parts", 1)
@@ -546,6 +568,7 @@ def _slots(row: LauncherRow, options: Mapping[str, Sequence[str]]) -> list[int]:
             if not host:
                 continue
             number = _SLOTS.search(host)
+            # nobody says how many ranks this host has
             if number is None:
                 return []
             slots.append(int(number[1]))

@@ -455,6 +455,7 @@ def hide_from_parsers(changes: ProcessChanges) -> None:
         self: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
+        # Megatron's own parser has our flags since ``add_flags``
         takes_own_flags = (
             isinstance(self, _Parser) or "--prism-emulate" in self._option_string_actions
         )
@@ -476,12 +477,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="prism", allow_abbrev=False, add_help=False)
     add_flags(parser)
     for flag, name in SIZES.items():
+        # sizes are Megatron's flags, which decide the world before Megatron reads them
         parser.add_argument(flag, dest=name, type=int, default=None)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--yaml-cfg", default=None)
     parser.add_argument("--fake-process-group", action="store_true")
     # flags of Megatron are left to its own parser
     args, unread = parser.parse_known_args(list(argv))
+    # a flag of ours that nobody has is misspelt
     unknown = [a for a in unread if a.startswith("--prism-")]
     if unknown:
         word = unknown[0].partition("=")[0]
@@ -509,6 +512,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     env = os.environ if env is None else env
     argv = [*words_of(env), *argv]
     args = _parse(argv)
+    # flags of ours that would do nothing, or would be lost, are refused
     own_flags = [a for a in argv if a.startswith("--prism-")]
     refuse(
         (
@@ -542,6 +546,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         feature_options = row.read(parsed)
         if feature_options is not None:
             asked_features.append(AskedFeature(row, feature_options))
+    # flags without a field of their own are those of features, or are settled below
     names = {field.name for field in fields(Options)}
     of_flags = {name.removeprefix("prism_"): value for name, value in vars(args).items()}
     settled: dict[str, Any] = {
@@ -577,6 +582,7 @@ def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None
             f"--prism-iteration {text}: a number, from 1, or a first and a last",
             fix="--prism-iteration 12345, or 12345..12350",
         )
+    # without a checkpoint the job begins at iteration 1
     if not any(word == "--load" or word.startswith("--load=") for word in argv):
         raise UsageError(
             "--prism-iteration goes on from a checkpoint of the job",

@@ -47,6 +47,7 @@ def _norm_of_mtp_heads(context: PatchContext, original: Original, self: Any, gro
     up if one of them has such layers: mirrored ranks would all answer as this one.
     """
     found = original(self, group)
+    # real ranks answer for themselves
     if group != _MTP or context.is_real():
         return found
     args = job_arguments.parsed()
@@ -64,6 +65,7 @@ def _no_flex(module: ModuleType, context: PatchContext) -> None:
     """Kernels of DeepEP, HybridEP and NCCL EP write into the memory of other ranks, which are not
     there; on shapes nothing is written, and DeepEP and HybridEP have stand-ins.
     """
+    # NCCL EP has no stand-in on any tier
     names = {} if context.meta else {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
     for owner, name in {**names, "_NCCLEPManager": "NCCL EP"}.items():
         call = refused(
@@ -89,6 +91,7 @@ def _balanced_peers(
     values = values_of(self.tp_ep_group)
     if values is None:
         return original(self, *args, **kwargs)
+    # ranks of tensor parallelism that share the experts of a rank
     ways = self.tp_ep_group.size() // self.ep_size
     blocks = BalancedExpertCounts(self.config.num_moe_experts, self.num_local_experts, ways)
     with values.of_parts(blocks):
@@ -140,8 +143,10 @@ def _balanced_splits(
     """Token counts steer shapes, and shapes have no data: every expert gets its even share, at the
     one point where the dispatcher copies its splits to the host.
     """
+    # a graph cannot wait for numbers of the device
     if point == self.cuda_sync_point and not self.drop_and_pad:
         cuda.refuse_while_capturing("token counts")
+    # with capacity the counts are known, and elsewhere nothing is copied
     if self.drop_and_pad or point != self.cuda_dtoh_point:
         return tokens_per_expert
     if cuda.watcher is not None:  # the copy to the host that this stands in for
@@ -178,6 +183,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
 
     def call(original: Original, self: Any, hidden_states: Any, probs: Any) -> Any:
         self.hidden_shape_before_permute = hidden_states.shape
+        # as Megatron does up to the counts, which have no values
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.local_map = self.routing_map[:, local].contiguous()
         chosen = probs[:, local].contiguous()
@@ -190,6 +196,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
             total=self.routing_map.shape[0] * self.config.moe_router_topk,
             num_experts=self.config.num_moe_experts,
             local=self.local_expert_indices,
+            # all tokens are here already: nothing is sent
             ep_size=1,
             tp_size=1,
             topk=self.config.moe_router_topk,
@@ -240,6 +247,7 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
     """
 
     def metadata(original: Original, self: Any, *args: object, **kwargs: object) -> object:
+        # experts of tensor parallelism count as experts of their own there
         ways = self.num_experts // self.config.num_moe_experts
         moe_dispatch.set_copies(self.config.moe_router_topk * ways)
         moe_dispatch.follow(self.config)
@@ -273,6 +281,7 @@ def _static_permute(
     drop_and_pad: bool = False,
 ) -> Any:
     """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
+    # these give a shape without reading the map
     if fused or drop_and_pad or num_out_tokens is None:
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
     return moe_dispatch.permute_shapes(tokens, probs, int(num_out_tokens))

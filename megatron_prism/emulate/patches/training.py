@@ -59,6 +59,7 @@ def _tied_embedding(context: PatchContext, original: Original, self: Any) -> Non
     the first keeps its weights, the last one draws weights of the same distribution.
     """
     group = getattr(self, "embd_group", None)
+    # several local ranks add real embeddings, which come out right
     alone = group is not None and values_of(group) is not None and group.real is None
     tied = self.share_embeddings_and_output_weights or getattr(self.config, "mtp_num_layers", None)
     before = None
@@ -71,6 +72,7 @@ def _tied_embedding(context: PatchContext, original: Original, self: Any) -> Non
     if before is not None:
         with torch._C.DisableTorchFunction():  # it is as if nobody had written to it
             weight.data.copy_(before)
+    # the last stage: zeros that wait for the first stage's weights
     elif getattr(weight, "shared", False):
         world = current()
         assert world is not None
@@ -98,6 +100,7 @@ def _followed_by_more(args: Any) -> bool:
     """Whether an evaluation or a checkpoint comes before the next train step (training.py:2914
     @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone.
     """
+    # Megatron asks after the step, when it has counted it
     number = getattr(args, "curr_iteration", 0) + 1
     intervals = [
         args.eval_interval if getattr(args, "do_valid", False) else None,
@@ -128,6 +131,7 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
         optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
         _label_optimizer(optimizer, monitor)
         wanted = monitor.steps_to_make(megatron_args())
+        # a job that continues from a checkpoint counts its steps from there
         if not monitor.iterations and (before := getattr(megatron_args(), "curr_iteration", 0)):
             monitor.resumed(before)
         model = args[2] if len(args) > 2 else None
@@ -260,6 +264,7 @@ def _own_words(context: PatchContext, original: Original, *args: object, **kwarg
         return original(*args, **kwargs)
     except PrismError as error:
         first = error
+        # builders nest, and each has wrapped the exception of the one inside
         while isinstance(first.__context__, PrismError):
             first = first.__context__
     raise first from None  # out here: else the copy would become its context
@@ -278,8 +283,10 @@ def labels_of_locals(
     Two kernels if one member is local, and no copy from the host, which would wait for the device.
     """
     if sequence and labels.shape[-1] % len(owners) == 0:
+        # each member has a stretch of the sequence; a mirror repeats that of its owner
         stretches = labels.chunk(len(owners), -1)
         labels = torch.cat([stretches[owner] for owner in owners], -1)
+    # a label of a virtual member's vocabulary: the same place in that of its owner
     places = labels.remainder(rows)
     mapped = places + rows * owners[0]
     for member, owner in enumerate(owners):
@@ -397,6 +404,7 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
         return not by_fsdp and is_meta(tensor)
 
     def call(original: Original, *args: object, **kwargs: object) -> object:
+        # one of the arguments is the configuration, by position or by name
         if any(getattr(one, "fp8_param_gather", False) for one in (*args, *kwargs.values())):
             message = "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data"
             raise UnsupportedError(

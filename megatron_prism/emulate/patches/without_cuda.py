@@ -41,6 +41,7 @@ def _capture_graphs(
     with ProcessChanges() as changes, part, cuda_graphs.creation():
         if context.records:
             module = sys.modules[type(self).__module__]
+            # a capture runs few microbatches, and a graph is made for each of them
             running = context.monitor.schedule["num_microbatches"]
             changes.set(module, "get_num_microbatches", lambda: running)
             changes.set(self.config, "cuda_graph_warmup_steps", 10)  # then one warm-up is enough
@@ -84,17 +85,20 @@ def _leave_out(
     """Ways of running the same operations that need a device: the job runs without, and says so."""
     in_shapes = context.meta
     if in_shapes and context.records:
+        # a slice can have Transformer Engine's graphs; others are left out
         in_shapes = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
         if in_shapes:
             _warm_up_shortly(context, cast(argparse.Namespace, args))
     for name, (off, meaning) in _LEFT_OUT.items():
         if in_shapes and "cuda_graph_impl" in off:
             continue  # these are captured
+        # a setting that is already off, or that this release lacks, is nothing to say
         asked = [key for key, no in off.items() if getattr(args, key, no) not in (no, None)]
         for key in asked:
             context.changes.set_item(job_arguments.left_out, key, getattr(args, key))
             setattr(args, key, off[key])
         scope = getattr(args, "inference_cuda_graph_scope", None)
+        # 0.19 derives the scope from the way of making graphs, which is off now
         if "cuda_graph_impl" in asked and isinstance(scope, enum.Enum):
             args.inference_cuda_graph_scope = type(scope)["none"]  # type: ignore[attr-defined]
         if asked:
@@ -111,6 +115,7 @@ def _warm_up_shortly(context: PatchContext, args: argparse.Namespace) -> None:
     """
     name = "cuda_graph_warmup_steps"
     wanted = getattr(args, name)
+    # an iteration with graphs has to follow, and another one behind it
     room = (args.train_iters or MOST_WARM_UP + 2) - 2
     steps = max(1, min(wanted, room, MOST_WARM_UP))
     if steps != wanted:
@@ -197,6 +202,7 @@ def _without_stand_in(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
         return fp8 and getattr(config, name, False)
 
     recipe = getattr(config, "fp8_recipe", None)
+    # an enumeration of Megatron, or its text; recipes of later releases are unknown here
     other = getattr(recipe, "value", recipe) not in (None, *_RECIPES)
     cuda = "or --prism-tier cuda"
     return {
@@ -325,6 +331,7 @@ def _shared_storage(module: ModuleType, context: PatchContext) -> None:
     """
 
     def share(to: torch.Tensor, of: torch.Tensor) -> None:
+        # the memory counts for the receiver as long as the giver is there
         kept, shared = to.untyped_storage(), of.untyped_storage()
         size = shared.nbytes()
         shared.resize_(0)
@@ -357,6 +364,7 @@ def _sequence_parallel_norm(
     """Without apex and Transformer Engine there is only torch's norm, which refuses sequence
     parallelism; ours marks its weights as Megatron expects.
     """
+    # where torch's norm does, it stays: it is what a real job without extensions runs
     ours = config.sequence_parallel or config.layernorm_zero_centered_gamma
     if ours or config.persist_layer_norm:  # torch's refuses all three
         return local_layers.SequenceParallelNorm(config, hidden_size, eps)

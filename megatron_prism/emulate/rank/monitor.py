@@ -242,6 +242,7 @@ class TrainingMonitor:
         if not self.iterations:
             if self.shapes_only:  # what building left in circles is long gone in a job of hours
                 gc.collect()
+            # now the optimizer is there, and has not moved anything
             self.num_parameters = _count_parameters(model)
             self.remember(optimizer)
         number = self.before + len(self.iterations) + 1
@@ -269,6 +270,7 @@ class TrainingMonitor:
             yield
         except torch.OutOfMemoryError as error:
             self._tell("out_of_memory")
+            # before the first iteration there is no number
             labels = {"iteration": len(self.iterations) or None, **self.labels}
             raise explain(error, self.who, labels, self.held()) from error
 
@@ -285,6 +287,7 @@ class TrainingMonitor:
         """
         begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
         ends = [i for i in getattr(args, "phase_transition_iterations", None) or () if i > begin]
+        # the next multiple of it, counted from where the job begins
         if every := getattr(args, "exit_interval", None):
             ends.append((begin // every + 1) * every)
         return max(0, min([end, *ends]) - begin)
@@ -299,6 +302,7 @@ class TrainingMonitor:
     def training(self, get_args: Callable[[], Any]) -> Iterator[None]:
         """Encloses ``pretrain``; gives the verdict on a normal end and on ``sys.exit(0)``."""
         self.started = True
+        # it is Megatron's own loop, so steps need not be guessed from updates
         if self.loop is not None:
             self.loop.stand_back()
         try:
@@ -309,6 +313,7 @@ class TrainingMonitor:
                 self.left = True
                 self.finish(get_args)
             raise
+        # an interrupted job is told, and gets no verdict
         except KeyboardInterrupt:
             self._tell("interrupted")
             raise
@@ -332,6 +337,7 @@ class TrainingMonitor:
         to make none.
         """
         self.finished = True
+        # said in the summary, whatever the verdict is
         self.expected, self.moved = expected, self.has_moved()
         self.check(wanted, skips)
         try:
@@ -401,6 +407,7 @@ def _fingerprint(optimizer: Any) -> tuple[torch.Tensor, float] | None:
                 parameters.append(parameter)
     if not parameters:
         return None
+    # its sum costs least after every step
     smallest = min(parameters, key=lambda p: p.numel())
     return smallest, _sum(smallest)
 
@@ -419,10 +426,12 @@ def host(
 
     def init_process_group(*args: object, **kwargs: object) -> None:
         arguments = signature.bind(*args, **kwargs).arguments
+        # our own start, or a second call, which torch refuses in its words
         if arguments.get("backend") == "prism" or dist.is_initialized():
             original(*args, **kwargs)  # type: ignore[arg-type]
             return
         _check(options, arguments)
+        # pretrain counts its steps itself
         if not monitor.started:
             monitor.loop = OwnLoop(monitor, changes, options.steps)
         start()
@@ -440,6 +449,7 @@ def _store_of(base: Any, options: Options) -> type[dist.TCPStore]:
             names = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             size, waits = arguments.get("world_size"), arguments.get("wait_for_workers", True)
+            # the real store would wait for ranks without a process until its timeout
             if waits and isinstance(size, int) and size > options.num_processes:
                 message = (
                     f"the script waits at a store for {size} processes: virtual ranks have none"
@@ -454,6 +464,7 @@ def _store_of(base: Any, options: Options) -> type[dist.TCPStore]:
 def _check(options: Options, arguments: dict[str, object]) -> None:
     """UsageError unless the program means the world, and the rank, that is emulated."""
     size, rank = arguments.get("world_size", -1), arguments.get("rank", -1)
+    # -1 and None: the script leaves it to the environment
     if size not in (-1, None, options.world.size):
         message = f"the script starts {size} ranks, and the emulated job has {options.world.size}"
         raise UsageError(message, fix=f"--prism-world-size {size}")
@@ -502,6 +513,7 @@ class OwnLoop:
         first after an update.
         """
         monitor = self._monitor
+        # one more microbatch of the step that is open
         if monitor.iterations and not self._updates:
             return
         self.check_end()
@@ -514,6 +526,7 @@ class OwnLoop:
 
     def check_end(self) -> None:
         """End the process if it has made its steps: what comes now is no part of one."""
+        # the last of the wanted steps has updated its parameters
         if self._updates and len(self._monitor.iterations) == self._steps:
             sys.stdout.flush()
             os._exit(0)  # asks for the verdict
@@ -527,6 +540,7 @@ class OwnLoop:
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if not self._monitor.iterations:  # no forward pass was seen
             self.begin([])
+        # the first optimizer stands for all: its parameter shows whether any moves
         if self._optimizer is None:
             self._optimizer = optimizer
             self._monitor.remember(optimizer)

@@ -46,11 +46,13 @@ def parts_of(peaks: dict[str, int]) -> dict[str, int | None]:
 def add_to(run: Run, session: Session) -> None:
     """Have ``--prism-out`` written.  UsageError, in the words of our flags, if it may not be."""
     out = run.options.out
+    # process 0 writes for all
     if out is None or run.options.process:
         return
     try:
         check_free(out, run.options.force)
     except UsageError as error:
+        # the check is that of our commands, whose option has another name
         fix = (error.fix or "").replace("-o DIR", "--prism-out DIR")
         fix = fix.replace("--force", "--prism-force")
         raise UsageError(f"--prism-out: {error.message}", fix=fix) from None
@@ -159,6 +161,7 @@ class Reporter(TrainingListener):
             memory["transformer_engine"] = None
             if sys.modules.get("transformer_engine") is not None:
                 memory["transformer_engine"] = engine_version()
+            # graphs that run here are in the figures; those left out are not
             graphs = "cuda_graph_impl" not in job_arguments.left_out
             unknown = estimates.estimates(job_arguments.of_running_job(), graphs)
             memory["estimated"] = [asdict(estimate) for estimate in unknown]
@@ -167,6 +170,7 @@ class Reporter(TrainingListener):
         if self.tier.name == "cuda":
             import torch
 
+            # the whole device, so that other processes on it count, too
             free, total = torch.cuda.mem_get_info()
             watch, held = self.memory, self.monitor.held()
             reserve = f", {held:,} B held in reserve for it are in" if held else ""
@@ -212,6 +216,7 @@ class Reporter(TrainingListener):
             "reserved_between": None,
             "provenance": "modelled: live bytes of shapes, before the allocator's rounding",
         }
+        # ``earlier``: the history was full, and live bytes went on from there
         history, before = live.earlier or (live.history, live.high.bytes)
         if history is None:
             return figures
@@ -241,6 +246,7 @@ class Reporter(TrainingListener):
         from megatron_prism.runtime.virtual_world import current
 
         world = current()
+        # NCCL's real communicators are in what the device uses
         if world is None or self.options.num_processes > 1:
             return None, "unknown: local ranks have communicators of their own"
         calibration = nccl_buffers.fitting(device)
@@ -251,8 +257,10 @@ class Reporter(TrainingListener):
     def world_known(self, world: World) -> None:
         """UsageError if something has needed the parallel sizes before."""
         before, self.options = self.options, replace(self.options, world=world)
+        # sizes that leave every rank where it was change nothing
         if world.same_places(before.world):
             return
+        # features that have read their files for the sizes known until now
         flags = [asked.options.needs_sizes for asked in before.asked_features]
         needing = [flag for flag in flags if flag]
         if needing:
@@ -318,6 +326,7 @@ class Reporter(TrainingListener):
         assert out is not None
         text = json.dumps(_finite(summary), indent=1, allow_nan=False)
         store = self.store
+        # another local rank: process 0 waits for this text
         if store is not None and options.process:
             store.set(f"prism/summary/{options.process}", text)
             return

@@ -84,12 +84,14 @@ def times(
                 fix="let Ring, which every call has: nccl=NCCL_ALGO=Ring nccl=NCCL_PROTO=Simple",
             )
         return allowed
+    # rounded up: the last node may hold fewer
     nodes = -(-size // per_node)
     call = _Call(name, size, nodes, min(per_node, size), num_bytes, machine)
     if name in ("send", "recv", "all_to_all", "gather", "scatter"):
         return call.messages()
     if name in ("all_reduce", "barrier"):
         return call.ring() | call.tree() | call.nvls()
+    # NCCL takes PAT for one rank a node alone
     if name in ("all_gather", "reduce_scatter") and nodes == size:
         return call.ring() | call.pat()
     return call.ring()
@@ -100,6 +102,7 @@ def _with_channels(machine: Machine, settings: NcclSettings) -> Machine:
     _, most_channels = settings.channels
     if most_channels is None:
         return machine
+    # a channel moves a fixed part of what all reach together
     link_share = min(1.0, most_channels / _USUAL)
     nvls_share = min(1.0, most_channels / _USUAL_NVLS)
     return dataclasses.replace(
@@ -126,16 +129,19 @@ class _Call:
             self.bus = machine.link_rate
             self.most_ll = _LL_RATE[machine.generation]
         else:
+            # each rank of a node has its own network card
             self.bus = min(machine.link_rate, per_node * machine.network_rate)
             self.most_ll = _LL_RATE_NODES[min(nodes, 3) - 2]  # two nodes, or more
 
     def ring(self) -> dict[tuple[str, str], float]:
         """Rings: every rank passes on (n - 1) / n of the message, an all-reduce twice."""
+        # LL sends a flag of its size with each word, LL128 one with each 120 bytes
         rates = (min(self.most_ll, self.bus / 2), self.bus * 0.92, self.bus)
         rounds = 2 if self.name in ("all_reduce", "barrier") else 1
         has_root = self.name in ("broadcast", "reduce")
         share = 1.0
         if not has_root:
+            # a root sends all of it once
             share = rounds * (self.size - 1) / self.size
         wire_bytes = self.bytes * share
         has_plateau = self.nodes > 1 and rounds == 2
@@ -160,6 +166,7 @@ class _Call:
                 between = _HOP["network"]["tree"][p]
         if has_root:  # one hop; the others follow in a pipeline
             return inside if self.nodes == 1 else between
+        # the ring leaves each node once a round
         crossings = rounds * (self.nodes - 1)
         hops = rounds * (self.size - 1)
         return (hops - crossings) * inside + crossings * between
@@ -169,12 +176,14 @@ class _Call:
         bus = 0.92 * self.bus
         ll128_share = 7 / 9 if self.nodes == 1 else 120 / 128
         rates = (min(bus / 3.8, self.most_ll), bus * ll128_share, bus)
+        # 0: 64 bytes; each class has twice as many as the one before
         size_class = (self.bytes >> 6).bit_length() - 1
         ns = dict[tuple[str, str], float]()
         for p, protocol in enumerate(_PROTOCOLS):
             rate = rates[p] * 0.5
             if 0 <= size_class < len(_TREE_MIDDLE[p]):
                 rate *= _TREE_MIDDLE[p][size_class]
+            # along the chain of a node, then from node to node
             hops_us = (self.size // self.nodes - 1) * self.inside["tree"][p]
             hops_us += _log2(self.nodes) * _HOP["network"]["tree"][p]
             latency_us = _BASE["tree"][p] + 2 * hops_us
@@ -184,10 +193,12 @@ class _Call:
     def nvls(self) -> dict[tuple[str, str], float]:
         """Sums in the NVLink switch, and trees between nodes; none if the machine has none."""
         rate, name, latency = self.machine.nvls_rate, "NVLS", _NVLS_INSIDE
+        # nothing to add up in the switch
         if not rate or self.size < 2 or self.per_node < 2:
             return {}
         if self.nodes > 1:
             name, latency = "NVLS tree", latency + 2 * _log2(self.nodes) * _NVLS_TREE_BETWEEN
+            # two nodes exchange halves, so that each card sends once
             across = self.per_node * self.machine.network_rate * (2 if self.nodes == 2 else 1)
             rate = min(rate, across)
         wire = self.bytes * 2 * (self.size - 1) / self.size
@@ -218,6 +229,7 @@ class _Call:
             near_rate = machine.link_rate / flags
             if protocol == LL:
                 near_rate = min(near_rate, _LL_RATE[machine.generation])
+            # messages inside and between nodes go at the same time
             longest_s = peers_near * message_bytes / near_rate
             if peers_away:
                 away_s = peers_away * message_bytes * flags / machine.network_rate
@@ -261,6 +273,7 @@ class OverlapFactors:
         """(of computing, of the call), between two measured sizes by ratio, beyond them those of
         the nearest; of a kind that was not measured those of another (attention: of products).
         """
+        # the first kind is products
         points = self.points.get(kind) or next(iter(self.points.values()))
         place = bisect.bisect_left(points, (num_bytes,))
         low_bytes, low_compute, low_call = points[max(0, place - 1)]
@@ -341,6 +354,7 @@ class Calibration:
         """ns of the host for a call, ``again``: right after another one; of one that was not
         measured the median of the others.
         """
+        # both directions of a message cost the host alike
         key = "message" if name in ("send", "recv") else name, asynchronous
         table = self.host
         if again and self.again:
@@ -366,6 +380,7 @@ class Calibration:
         place = bisect.bisect_left(points, (num_bytes, 0))
         if place == 0 or len(points) == 1:
             return points[0][1]
+        # above the largest size: the line through the last two
         place = min(place, len(points) - 1)
         low_bytes, low_ns = points[place - 1]
         high_bytes, high_ns = points[place]
@@ -467,6 +482,7 @@ def calls_of(name: str) -> Calibration | None:
     """The table of calls of a machine that names it (``Machine.calls``); None for ""."""
     if not name:
         return None
+    # a file of the user's, or a table of ours by its name
     is_path = "." in name
     return read_calibration(name if is_path else FOLDER / f"{name}.json")
 
@@ -496,6 +512,7 @@ def measured_elsewhere(
         return None
     # (log of ranks, log of measured time over modelled time)
     ratios = list[tuple[float, float]]()
+    # the sizes of groups that tables have
     for size in (2, 4):
         measured_ns = table.look_up(measured_rows[0], size, num_bytes)
         if measured_ns is not None:
@@ -522,6 +539,7 @@ def expert_call_ns(name: str, shape: Shape, to_ranks: int, to_nodes: int, machin
     """ns of a dispatch or combine: a copy of a token's row for each node that has experts of it
     (``to_nodes``, bytes that a rank sends), which forwards it to each such rank (``to_ranks``).
     """
+    # experts are spread evenly, so one node's share is this rank's own
     bytes_away = to_nodes * (shape.nodes - 1) / shape.nodes
     away_s = bytes_away / (machine.network_rate or math.inf)
     near_s = to_ranks / (EXPERT_CALLS[name] * machine.link_rate)
@@ -534,6 +552,7 @@ def fastest(
     name: str, shape: Shape, num_bytes: int, machine: Machine, settings: NcclSettings | None = None
 ) -> tuple[str, float]:
     """(algorithm, ns) of the way that NCCL takes."""
+    # a group smaller than a node
     per_node = min(shape.per_node, shape.size)
     ns_of = times(name, shape.size, per_node, num_bytes, machine, settings)
     fastest_path = min(ns_of, key=lambda path: ns_of[path])

@@ -76,6 +76,7 @@ def _ask_for_sums_of_blocks(rms: bool, x: Tensor) -> None:
     """Ask for the partial sums of backward: of gamma, and of beta where the norm has one."""
     width = x.shape[-1]
     rows = rows_of(x.shape)
+    # of gamma, and of beta where there is a bias
     sums = 1 if rms else 2
     scratch(sums * _blocks(rms, rows, width) * width, torch.float32)
 
@@ -149,6 +150,7 @@ def norm_gradients(
     grad = grad.contiguous()
     x = x.contiguous()
     rms = mean is None
+    # in the order in which the kernel allocates them
     gradients = [torch.empty_like(x), torch.empty_like(gamma)]
     if not rms:
         gradients.append(torch.empty_like(gamma))
@@ -160,6 +162,7 @@ def norm_gradients(
     dy = wide(grad)
     normed = _normed(x, mean, inverse_deviation)
     scaled = dy * _gamma(gamma, centered)
+    # the deviation depends on x: what changes it is taken out of the gradient
     dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
     if not rms:  # the mean depends on x, too
         dx = dx - scaled.mean(-1, keepdim=True)
@@ -204,6 +207,7 @@ def causal_softmax(scores: Tensor, scale: Values) -> Tensor:
     queries, keys = scores.shape[-2:]
     later_keys = None
     if not scores.is_meta:
+        # with more keys than queries the first query sees the keys before it, too
         every_pair = torch.ones(queries, keys, dtype=torch.bool)
         later_keys = every_pair.triu(1 + keys - queries)
     return kernels.masked_softmax(scores, later_keys, scale)
@@ -220,6 +224,7 @@ def softmax_backward(grad: Tensor, results: Tensor, scale: Values) -> Tensor:
     grad = grad.contiguous()
     results = results.contiguous()
     into = grad
+    # an allocation that earlier releases do not have
     if since(2, 19):
         into = fill(new(grad.shape, grad.dtype), lambda: grad)
     return kernels.masked_softmax_backward(into, results, scale)
@@ -325,6 +330,7 @@ def _activation_and_bias(name: str) -> Kernel:
         dbias = new(x.shape[-1], grad.dtype)
         data_of_out = parts(out)[:1]
         fused(f"{name}_back", 0, grad, x, *data_of_out)
+        # values without a cast: gradient first, then its sum over the rows
         if quantizer is None and not x.is_meta:
             out = TABLE[f"d{name}"](grad, x)
             return fill(dbias, lambda: wide(out).sum(0)), out
@@ -373,6 +379,7 @@ def _scaled(
     """
     *numbers, interleaved_width = options
     if interleaved_width:
+        # bring the halves, which take turns, into the order of the activation
         blocks = x.unflatten(-1, (-1, 2, interleaved_width))
         x = blocks.transpose(-3, -2).flatten(-3)
     return activate(x.float(), *numbers) * scales.float().unsqueeze(-1)
@@ -459,6 +466,7 @@ def _freqs_of_rank(freqs: Tensor, length: int, cp_size: int, cp_rank: int) -> Te
     """Select the rows of a context-parallel rank: chunks r and 2n-1-r (rope.py:347 @v2.9)."""
     if cp_size == 1:
         return freqs[:length]
+    # an early and a late chunk, so that causal attention costs each rank the same
     chunk = length // 2
     late_start = (2 * cp_size - 1 - cp_rank) * chunk
     early = freqs[cp_rank * chunk :][:chunk]
@@ -512,6 +520,7 @@ def _rope(back: bool) -> Kernel:
         """apply_rope.cpp:12, :165 @v2.18; backward has no starts before 2.10"""
         out = new(x.shape, x.dtype)
         fused("rope", 0, x, x)
+        # without starts the first argument is the form, a member of an enumeration
         has_starts = not isinstance(arguments[0], Member)
         starts = arguments[0] if has_starts else None
 
@@ -519,6 +528,7 @@ def _rope(back: bool) -> Kernel:
             return _embedded(x, freqs, starts, *arguments[-5:])
 
         if back:
+            # turning is linear: the gradient of x at x turns it back
             return fill(out, lambda: gradient(embedded, x, x))
         return fill(out, lambda: embedded(x))
 
@@ -541,6 +551,7 @@ def _embedded_parts(
     """Split [rows, rows, groups, q + k + v] into q, k and v; q and k are turned."""
     q_freqs, k_freqs = freqs
     q, k, v = qkv.split(splits, -1)
+    # a group has several query heads side by side
     q = q.reshape(*qkv.shape[:2], -1, k.shape[-1])
     turned_q = _embedded(q, q_freqs, starts, form, interleaved, None, *context)
     turned_k = _embedded(k, k_freqs, starts, form, interleaved, None, *context)
@@ -588,6 +599,7 @@ def fused_qkv_rope_backward(
     rank: int = 0,
 ) -> Tensor:
     """apply_rope.cpp:263 @v2.18"""
+    # sizes of the joined tensor follow from its parts
     heads = dq.shape[2] + dk.shape[2] + dv.shape[2]
     columns_of_group = sum(splits)
     groups = heads * dq.shape[3] // columns_of_group

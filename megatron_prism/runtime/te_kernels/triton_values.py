@@ -35,6 +35,7 @@ def _row_map(a: SimpleNamespace) -> None:
     # rows of one expert follow those of the expert before it, tokens in order
     rows_by_expert = chosen.t().reshape(-1).cumsum(0).view(experts, tokens) - 1
     rows = rows_by_expert.t().masked_fill(~chosen, -1)
+    # a token's copies stand in front, as the kernels read them: -1 is the smallest
     latest_first = rows.sort(1, descending=True)
     table[:, :experts] = latest_first.values
     table[:, experts:-1] = latest_first.indices
@@ -51,6 +52,7 @@ def _pairs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     table = a.row_id_map_ptr.long()
     experts = table.shape[1] // 2
     copies_of_token = table[:, -1:]
+    # of the slots of a token as many are used as it has experts
     is_copy = torch.arange(experts) < copies_of_token
     token, slot = is_copy.nonzero(as_tuple=True)
     row = table[token, slot]
@@ -68,6 +70,7 @@ def _permute(a: SimpleNamespace) -> None:
     if a.probs_ptr is not None:
         probs = a.probs_ptr[token, expert]
         a.permuted_probs_ptr[row] = probs
+        # a copy of probability 0 is padding of the router
         unwanted = (probs == 0)[:, None]
         copies = copies.masked_fill(unwanted, 0)
     a.output_ptr[row] = copies
@@ -80,6 +83,7 @@ def _unpermute(a: SimpleNamespace) -> None:
     if a.merging_probs_ptr is not None:
         probs = a.merging_probs_ptr[token, expert].float()
         copies = copies * probs[:, None]
+    # summed in fp32, whatever the type of the output
     total = torch.zeros(a.output_ptr.shape)
     total.index_add_(0, token, copies)
     a.output_ptr.copy_(total)
@@ -95,6 +99,7 @@ def _unpermute_backward(a: SimpleNamespace) -> None:
     probs = a.merging_probs_ptr[token, expert].float()
     input_grad = a.fwd_input_grad_ptr
     input_grad[row] = (grad * probs[:, None]).to(input_grad.dtype)
+    # how much a copy would add to the loss: its output times the gradient
     grad_of_probs = (grad * a.fwd_input_ptr[row].float()).sum(-1)
     probs_grad = a.merging_probs_grad_ptr.zero_()
     probs_grad[token, expert] = grad_of_probs.to(probs_grad.dtype)
@@ -104,6 +109,7 @@ def _unpermute_backward(a: SimpleNamespace) -> None:
 def _chunk_map(a: SimpleNamespace) -> None:
     """Where each row goes."""
     target_rows = a.dst_rows_ptr
+    # rows in the order in which their chunks are sorted
     chunks = torch.arange(len(target_rows)).split(a.split_sizes_ptr.tolist())
     rows = torch.cat([chunks[chunk] for chunk in a.sorted_indices_ptr.tolist()])
     target_rows[rows] = torch.arange(len(rows), dtype=target_rows.dtype)
@@ -130,6 +136,7 @@ def _facts(a: SimpleNamespace) -> Tensor:
     # targets count through the whole vocabulary; this rank has a part of it
     local, is_local = _local_targets(a.Y_ptr.reshape(-1), getattr(a, "rank", 0) * a.n_cols, logits)
     target_logit = logits.gather(1, local)[:, 0].masked_fill(~is_local, float("-inf"))
+    # over the largest, so that no exponent overflows
     exponents = (logits - largest[:, None]).exp()
     return torch.stack([largest, exponents.sum(-1), target_logit, logits.sum(-1)], -1)
 
@@ -150,7 +157,9 @@ def _together(parts: Tensor) -> Tensor:
     """Facts of the whole vocabulary, of those of its parts [ranks, rows, 3 or 4]."""
     largest_of_part, sum_of_part, target_of_part = parts[..., 0], parts[..., 1], parts[..., 2]
     largest = largest_of_part.amax(0)
+    # each part's sum is over its own largest logit
     exponents = sum_of_part * (largest_of_part - largest).exp()
+    # -inf in all parts but the one that has the target
     target_logit = target_of_part.amax(0)
     return torch.stack([largest, exponents.sum(0), target_logit, parts[..., -1].sum(0)], -1)
 
@@ -174,12 +183,14 @@ def _gradient(a: SimpleNamespace, logits: Tensor, facts: Tensor, count: Tensor |
     smoothing = a.label_smoothing
     columns = x.shape[1]
     largest, exponents = facts[:, :1], facts[:, 1:2]
+    # softmax less the smoothed target: smoothing over all columns, the rest at the target
     grad = (x - largest).exp() / exponents
     grad = grad - smoothing / (columns * a.world_size)
     local, is_local = _local_targets(targets, a.rank * columns, x)
     grad.scatter_add_(1, local, (smoothing - 1) * is_local.float()[:, None])
     ignored = (targets == a.ignore_idx)[:, None]
     grad = grad.masked_fill(ignored, 0.0)
+    # the mean over targets that count
     if a.reduce_loss:
         grad = grad / count
     return grad.view(logits.shape)
