@@ -198,7 +198,6 @@ class _Call:
             return {}
         if self.nodes > 1:
             name, latency = "NVLS tree", latency + 2 * _log2(self.nodes) * _NVLS_TREE_BETWEEN
-            # two nodes exchange halves, so that each card sends once
             across = self.per_node * self.machine.network_rate * (2 if self.nodes == 2 else 1)
             rate = min(rate, across)
         wire = self.bytes * 2 * (self.size - 1) / self.size

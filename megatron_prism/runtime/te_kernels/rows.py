@@ -150,7 +150,6 @@ def norm_gradients(
     grad = grad.contiguous()
     x = x.contiguous()
     rms = mean is None
-    # in the order in which the kernel allocates them
     gradients = [torch.empty_like(x), torch.empty_like(gamma)]
     if not rms:
         gradients.append(torch.empty_like(gamma))
