@@ -87,6 +87,7 @@ def output_failed(error: OSError) -> int | None:
     What is still to be printed goes nowhere, so that the end does not fail once more.
     """
     if isinstance(error, BrokenPipeError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # Python flushes the stream at its end, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         problem = PrismError(
             f"{error.strerror}: not all was written", fix="make room there, and run it again"
@@ -98,6 +99,7 @@ def output_failed(error: OSError) -> int | None:
     else:
         return None
     if isinstance(error, BrokenPipeError):
+        # 128 + SIGPIPE, as of programs that the signal ends
         return 141
     print(f"prism: error: {problem}", file=sys.stderr)
     return problem.exit_code
@@ -113,6 +115,7 @@ def console(stderr: bool = False) -> Console:
             super().print(*(shown(x) if isinstance(x, str) else x for x in objects), **more)
 
     stream = sys.stderr if stderr else sys.stdout
+    # past the stream that shows control characters: rich needs them
     file = stream.stream if isinstance(stream, _Visible) else None  # None: also what comes later
     width = None if stream.isatty() else PIPE_WIDTH
     out = Plain(
@@ -137,6 +140,7 @@ def print_lines(text: str, unbroken: Collection[str]) -> None:
     """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for line in text.splitlines():
+        # a command that is broken over lines cannot be pasted
         to_paste = any(words and words in line for words in unbroken)
         if len(line) <= width or not width or to_paste:
             print(line)
@@ -185,6 +189,7 @@ def deliver(args: argparse.Namespace, answer: Answer) -> int:
     for name, make in (("html", answer.html), ("trace", answer.trace)):
         path = getattr(args, name, None)
         if path is not None and answer.problem is None:
+            # an answer without a picture: said, not written as an empty file
             if make is None:
                 raise UsageError(f"there is nothing to draw in {path}", fix="leave it out")
             write_outputs(args.force, (path, make))
@@ -193,6 +198,7 @@ def deliver(args: argparse.Namespace, answer: Answer) -> int:
         answer.page()
         if answer.next:
             print(f"next: {answer.next}")
+    # after the answer: it says what the error is about
     if answer.problem is not None:
         raise answer.problem
     return answer.status
@@ -235,6 +241,7 @@ def steps() -> Iterator[Callable[[str, float], None]]:
 
     talk = console(stderr=True)
     if not talk.is_terminal:
+        # the last line alone, which the reporter reads now and then
         now = deque([""], 1)
         with progress(lambda: now[0]):
             yield lambda what, part: now.append(f"{what}: {format_share(part, 0)}")
@@ -263,6 +270,7 @@ def check_outputs(asked: Sequence[Path | None], force: bool, inputs: Sequence[st
 def _is_input(path: Path, inputs: Sequence[str]) -> bool:
     """Whether ``path``, or the folder of a slice, is among what is read."""
     places = [path]
+    # a slice is read as one of its folder
     if path.suffix == ".prism":
         places.append(path.parent)
     for place in places:

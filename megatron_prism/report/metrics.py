@@ -91,6 +91,7 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
     ns_of_part: dict[tuple[str, str, str, str], int] = defaultdict(int)
     count_of_part: Counter[tuple[str, str, str, str]] = Counter()
     for owner, number, start, end, is_host in timeline.critical_path():
+        # a step of a class: computing, or its host issuing
         if owner >= 0:
             index, op = owner, number
             sources = prices.host_source if is_host else prices.compute_source
@@ -104,6 +105,7 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
         op_name = NAMES[columns.names[op]]
         if is_host:
             op_name = HOST_PART + op_name
+        # an op outside forwards, backwards and the optimizer has no phase
         phase = PHASE_NAMES[columns.phases[op]] or "outside"
         group = graph.program_list[index].strings[columns.groups[op]]
         key = (phase, op_name, group, prices.sources[source])
@@ -161,9 +163,11 @@ def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, floa
     for index, program in enumerate(graph.program_list):
         rank_count = graph.classes.counts[index]
         spans = timeline.spans(index)
+        # calls alone
         spans = spans[program.ops["name"][spans["op"]] != CODE["compute"]]
         rows = program.ops[spans["op"]]
         source = prices.collective_source[graph.matched_calls.of[index][spans["op"]]]
+        # a row of the table for each op in each group
         kinds = set(zip(rows["name"].tolist(), rows["group"].tolist(), strict=True))
         for name, group in sorted(kinds):
             is_of_kind = (rows["name"] == name) & (rows["group"] == group)
@@ -181,6 +185,7 @@ def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, floa
                 text = prices.sources[code]
                 kind_sums.sources.add(text)
                 ns = float(moving[source_of_call == code].sum())
+                # of a mean rank: classes weigh as many ranks as they have
                 busy_ns[text] += ns * rank_count / world_size
     totals = [kind_sums.totals(group, name) for (group, name), kind_sums in sums.items()]
     totals.sort(key=lambda call: -(call.moving + call.waiting) * call.ranks)
@@ -308,6 +313,7 @@ class Metrics:
     def mean(self, field: str) -> dict[str, float]:
         """Return mean ns of all ranks by group, largest first; ``field``: exposed or waiting."""
         mean_ns: dict[str, float] = defaultdict(float)
+        # 1: a world without classes has nothing to divide
         rank_count = sum(figures.count for figures in self.classes) or 1
         for figures in self.classes:
             for group, ns in getattr(figures, field).items():

@@ -71,6 +71,7 @@ def arguments(op: str, args: Args) -> tuple[list[torch.Tensor], list[torch.Tenso
         return first, []
     if op == "recv":
         return [], first
+    # in place: one tensor is both
     if op in ("all_reduce", "broadcast", "reduce"):
         return first, first
     return _flat(args[1]), first
@@ -258,6 +259,7 @@ class PrismGroup(dist.ProcessGroup):
         before, ranks = self._p, self.ranks
         group_ranks = c10d._world.pg_group_ranks
         places = group_ranks[self]
+        # torch keeps the places of ranks in a table of its own, so that changes, too
         changed = list(ranks)
         changed[before], changed[position] = changed[position], changed[before]
         self.ranks, self._p = changed, position
@@ -369,6 +371,7 @@ class PrismGroup(dist.ProcessGroup):
     all_gather_single_coalesced: _Alias = allgather_into_tensor_coalesced
 
     def allgather(self, out_lists: Sequence[Tensors], shards: Tensors, opts: object = None) -> None:
+        # one list of outputs for each input
         for outs, shard in zip(out_lists, shards, strict=True):
             self._answers(shard).gather_list(outs, shard)
 
@@ -428,12 +431,14 @@ class PrismGroup(dist.ProcessGroup):
     def gather(
         self, out_lists: Sequence[Tensors], shards: Tensors, opts: dist.GatherOptions
     ) -> None:
+        # members other than the root give no outputs
         outs = out_lists[0] if out_lists else []
         self._answers(shards[0]).gather(outs, shards[0], opts.rootRank)
 
     def scatter(
         self, outs: Tensors, part_lists: Sequence[Tensors], opts: dist.ScatterOptions
     ) -> None:
+        # members other than the root give no parts
         parts = part_lists[0] if part_lists else []
         self._answers(outs[0]).scatter(outs[0], parts, opts.rootRank, self._values)
 
@@ -446,6 +451,7 @@ class PrismGroup(dist.ProcessGroup):
         return (peer - self._p) % self._n
 
     def _ring(self, tensor: torch.Tensor) -> Exchange | None:
+        # attention's rings pass on what they have received, so its content counts
         if self._exchange is None and is_ring(self.desc):
             self._exchange = Exchange(self._values)
         return None if tensor.is_meta else self._exchange
@@ -457,6 +463,7 @@ class PrismGroup(dist.ProcessGroup):
         index = None if mixed is None else mixed.local_index(peer)
         if mixed is None or index is None:
             return None
+        # the peer has a process here: the message is real
         return _message(mixed.real.send([t.detach() for t in tensors], index, tag), tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> dist.Work:
@@ -466,6 +473,7 @@ class PrismGroup(dist.ProcessGroup):
             ring.received(tensors[0], invented=index is None)
         if mixed is not None and index is not None:
             return _message(mixed.real.recv([t.detach() for t in tensors], index, tag), tensors)
+        # a ring has filled its tensors already
         for tensor in tensors if ring is None else ():
             self._values.receive(tensor)
         return CompletedWork(tensors, peer)
@@ -473,6 +481,7 @@ class PrismGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         mixed = self._mixed_for(tensors[0])
         if mixed is None:
+            # who sends is not said; the next member stands for any
             return _UNCOUNTED["recv"](self, tensors, (self._p + 1) % self._n, tag)
         if len(mixed.positions) < self._n:
             message = f"a receive from any rank on {self.desc}, of which some members are virtual"
@@ -521,6 +530,7 @@ def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
     op, pair = BY_METHOD[method].name, BY_METHOD[method].kind == "pair"
 
     def plain(self: PrismGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
+        # c10d finds no device in this group, so a barrier has a form of its own
         real = self._passes and op != "barrier"
         if real:
             work = getattr(self.real, method)(*args, **kwargs)
@@ -528,6 +538,7 @@ def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
             work = (_real_barrier if self._passes else answer)(self, *args, **kwargs)
         self.sequence += 1
         distance = 0
+        # of messages, how far the peer is: slices of other ranks have the same distances
         if pair and not self._passes:
             distance = self.distance(self._p + 1 if method == "recv_anysource" else args[1])
         size = 0 if op == "barrier" else message_size(args)
@@ -547,6 +558,7 @@ def _issued(method: str, answer: Callable[..., dist.Work | None]) -> Answer:
 
     def call(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
         caller = self.world.caller
+        # nobody paces, checks or stops at calls
         if caller is None:
             return plain(self, *args, **kwargs)
         return caller.record(self, op, plain, args, kwargs)

@@ -230,6 +230,7 @@ def compare(
                 if prices is not None:
                     raise _no_cost()
                 return comparer.compare(a, b, priced)
+    # no comparer takes the two, and one of them is no job
     if not (isinstance(a, JOB_TYPES) and isinstance(b, JOB_TYPES)):
         raise UsageError("a real job needs slices beside it", fix="prism compare A SLICES")
     return _jobs((a, b), names, priced, prices)
@@ -255,6 +256,7 @@ def _jobs(
         graphs = [graph for graph in map(priced, jobs) if graph is not None]
     except PrismError as error:
         untimed = error.message
+    # a report of memory is priced as None
     if not untimed and len(graphs) < 2:
         untimed = "a report of memory has no times"
     if untimed and prices is not None:
@@ -268,6 +270,7 @@ def _jobs(
     if memory is not None:
         kinds = _kinds(*memory)
         for change in compare_peaks(*memory, any_job=True):
+            # what two other jobs leak each is no change
             if change.what not in ("same", "leaks"):
                 changes.append(change)
     comparison = Comparison(
@@ -304,6 +307,7 @@ def _with_times(
     if prices is not None:
         if not speeds:
             raise _no_cost()
+        # tokens of a GPU, as its price is for a GPU
         _, of_a_gpu = speeds
         cost = token_cost(timelines, (of_a_gpu.a, of_a_gpu.b), prices, estimates, own_error)
 
@@ -312,6 +316,7 @@ def _with_times(
     parts_of_b = _mean_parts(b.timeline)
     times = _parts(parts_of_a, parts_of_b)
     scale: tuple[ScaleChange, ...] = ()
+    # worlds of other sizes have no ranks to compare op by op
     if comparison.first is None:
         scale = scale_changes(a, b)
     estimate_a, estimate_b = estimates

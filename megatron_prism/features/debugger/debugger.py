@@ -108,12 +108,14 @@ class Breakpoint:
             UsageError: a word that is not understood, or an op that is no call.
         """
         words = text.replace(",", " ").split()
+        # #N, and on which side of the call: a selector knows neither
         numbers = [word for word in words if re.fullmatch(r"#[1-9]\d{0,11}", word)]
         selector = [word for word in words if word not in (*numbers, "after", "before")]
         subject = f"--prism-break {text!r}"
         select = CallSelector.parse(" ".join(selector), subject)
         if select.op and select.op not in (row.name for row in TABLE):
             raise UsageError(f"{subject}: {select.op} is no call", fix=_FIX)
+        # a short name; whole descriptions are in capitals
         if select.group.isalpha() and select.group.islower() and select.group not in short_names():
             raise UsageError(
                 f"{subject}: there is no group {select.group}",
@@ -230,7 +232,9 @@ class Debugger(LabelledCalls):
     ) -> dist.Work | None:
         """Make the call; before or after the one that was chosen, stop."""
         pair = op in ("send", "recv")
+        # counted from the start of the job, as the Flight Recorder does
         self._numbers[group.desc, pair] += 1
+        # calls of the prompt itself, and of the start, are not stopped at
         if self._inside or not self.iteration:
             return self.through(group, op, answer, args, kwargs)
         site = self.sites.find(sys._getframe(2), foreign=True)
@@ -240,6 +244,7 @@ class Debugger(LabelledCalls):
         chosen = numbered and self._matcher.hit(call) or self._next
         ins, outs = arguments(op, args)
         seen = _Seen(call, number, _shapes(ins or outs))
+        # remembered for the message, should the call never come
         if number == self._number and not chosen:
             self._unfit.append(seen.line)
         after = self._after  # at the prompt another call may be chosen
@@ -260,8 +265,10 @@ class Debugger(LabelledCalls):
 
     def finished(self) -> None:
         """Say that the call never came: UsageError if it is that of ``--prism-break``."""
+        # the name was there for prompts
         vars(builtins).pop("prism", None)
         if not self._reached:
+            # calls that were made and are spelt alike
             near = difflib.get_close_matches(self.breakpoint.text, list(self._kinds), 3, 0.3)
             group = self.breakpoint.select.group
             unfit = [line for line in self._unfit if named_group(group, line.split()[4])]
@@ -340,6 +347,7 @@ class _Pdb(pdb.Pdb):
     def stop(self, frame: FrameType) -> None:
         """Ask until the user goes on; ``q`` ends the job."""
         self.reset()
+        # pdb steps where each frame up to the outermost is traced
         for back, _ in traceback.walk_stack(frame):
             back.f_trace = self.trace_dispatch
             self.botframe = back
@@ -451,6 +459,7 @@ class Prompt:
 
 def _alive(models: Models, optimizer: object, depth: int) -> list[tuple[str, int]]:
     """(kind and module, bytes) of every storage that a tensor holds, the largest first."""
+    # storages of parameters, gradients and states, by their addresses
     owners = AllocationOwners(models or (), optimizer).parts()
     bytes_by_module: Counter[str] = Counter()
     counted_storages: set[int] = set()
@@ -537,6 +546,7 @@ class ValueWatch(LabelledCalls):
         if not self._entered:
             self._entered = self._looks = True
             self._owners = AllocationOwners(model)
+            # the model is known now: names of modules for the message
             self._owners.follow_forwards()
             for chunk in self._owners.models:
                 for module in chunk.modules():

@@ -125,6 +125,7 @@ class ProgramPeers:
         members = self._members(desc)
         if not members:
             return -1, []
+        # programs say peers as places further in the group
         peer = members[(self.position(desc, self.rank) + offset) % len(members)]
         counterpart_name = "recv" if name == "send" else "send"
         return peer, self._counterparts(desc, peer, counterpart_name)
@@ -200,10 +201,12 @@ class ExpectedCalls:
         if dry:
             return
         self.faulty = ProgramPeers(planted.programs, self.rank)
+        # a large world takes too long to run before the job starts
         lengths = [len(program) for program in planted.programs.programs]
         if sum(lengths[number] for number in planted.programs.program_of) > _MAX_OPS:
             return
         state = stall.run_until_stalled(planted.programs, planted.faults)
+        # the faults cost time and stop nobody
         if state.finished:
             return
         self.state = state
@@ -248,6 +251,7 @@ def _single_iteration(faults: Iterable[Fault]) -> int | None:
     """Return the iteration of all faults that name one; UsageError if there are several."""
     numbers: set[int] = set()
     for fault in faults:
+        # a fault without iter= happens in whichever is checked
         if fault.select.iteration is not None:
             numbers.add(fault.select.iteration)
     if len(numbers) > 1:
@@ -300,6 +304,7 @@ def disagreement(difference: CallDifference) -> HangError:
         evidence.append(f"rank {peer} {_text(difference.theirs)}")
     evidence += difference.texts
     suspects = _suspects(difference)
+    # the rank's derived program votes between the two sides
     if difference.kind != "divergence" and difference.own is not None:
         relation = "otherwise" if suspects == [rank] else "the same"
         evidence.append(f"the derived program of this rank calls {relation}")
@@ -338,6 +343,7 @@ def _suspects(difference: CallDifference) -> list[int]:
     # the rank left its own order
     if difference.kind == "divergence":
         return [rank]
+    # nobody votes: both sides stay possible
     if own is None:
         return []
     # the peer's program has no such call
@@ -393,10 +399,12 @@ class CallGuard(LabelledCalls):
             ranks = fault.ranks(options.world, asked.seed)
             if self.rank in ranks:
                 own_faults.append(fault)
+            # faults of ranks without a process are planted in their programs
             virtual_ranks = set(ranks) - set(self.local)
             if virtual_ranks and not fault.only_time:
                 virtual_faults.append(fault.of(virtual_ranks))
         self._is_first = self.rank == self.local[0]
+        # one of the local ranks empties the file that all append to
         if asked.truth is not None and self._is_first:
             asked.truth.write_text("", encoding="utf-8")
         self.injector = Injector(

@@ -137,6 +137,7 @@ def capture_missing(
     PrismError if one fails; what was captured until then is kept.  Of several local processes the
     first captures, the others wait at ``store``.
     """
+    # local processes share a host: one captures
     if options.process:
         assert store is not None, "several local processes share a store"
         store.wait(["prism/pace/captured"], timedelta(days=1))
@@ -147,6 +148,7 @@ def capture_missing(
 
 
 def _capture_all(options: Options, folder: Path, job: Sequence[str]) -> None:
+    # one rank stands for a stage
     missing = missing_ranks(folder, options.world)
     if missing:
         script = Job.of(job[0], job[1:], options.world, options.tier)
@@ -190,6 +192,7 @@ class Pace(TrainingListener):
             calibration=self._calibration,
             what_if=WhatIf(slow=slow, alone=tuple(options.ranks)),
         )
+        # what virtual ranks answer, as sums over the local rank's own stamps
         world, prices = self._priced.graph, self._priced.prices
         self.table = build_answer_times(world, prices, list(options.ranks))
         used = np.unique(prices.collective_source)
@@ -283,6 +286,7 @@ class Pace(TrainingListener):
                 f"{pacing['predicted_iteration_us'] / 1e3:,.1f}"
             )
         calls = pacing.get("calls_paced")
+        # most calls wait for Python: what is felt is this host, not the job
         if calls and pacing["host_bound"] > calls // 2:
             lines.append(
                 f"  pacing    host-bound: {pacing['host_bound']:,} of {calls:,} calls of an "
@@ -313,6 +317,7 @@ class Pace(TrainingListener):
             if call.launch >= 0 and op in where:
                 span = spans[where[op]]
                 ready, ended = int(span["ready"]), int(span["end"])
+                # a batch of messages is one launch: from its first to its last
                 begin[call.launch] = min(ready, begin.get(call.launch, ready))
                 end[call.launch] = max(ended, end.get(call.launch, ended))
                 group.setdefault(call.launch, call.group)
@@ -356,6 +361,7 @@ def check(options: Options, asked: PaceOptions) -> None:
         message = f"--prism-pace holds a GPU's streams, and tier {options.tier} has none"
         raise UsageError(message, fix="prism replay predicts iteration times without a GPU")
     processes_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
+    # local ranks share memory of one host
     if processes_of_host < options.num_processes:
         raise UsageError(
             f"--prism-pace: {options.num_processes} local ranks on several hosts, "
@@ -383,6 +389,7 @@ def slow_ranks(options: Options, slow: str) -> list[tuple[list[int], str]]:
             raise UsageError(f"--prism-slow {part!r} names no ranks or no factor", fix=fix)
         chosen = options.world.select(text)
         ranks = [rank for rank in chosen if rank not in options.ranks]
+        # a local rank cannot be slowed down by waiting for others
         if not ranks:
             message = f"--prism-slow {part}: a local rank is as fast as it is"
             raise UsageError(message, fix="name virtual ranks")

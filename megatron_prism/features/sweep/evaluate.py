@@ -130,6 +130,7 @@ def _on_this_machine(left: dict[int, Family], shared: Shared, workers: int) -> I
         size = min(workers, len(waiting))
         if deaths[waiting[0]]:
             size = 1
+        # a family that has killed a worker runs alone, to see whether it is the cause
         pool = ProcessPoolExecutor(size, multiprocessing.get_context("fork"), die_with_parent)
         try:
             running: dict[Future[None], int] = {
@@ -168,6 +169,7 @@ def _on_ray(left: dict[int, Family], shared: Shared, workers: int, address: str)
     with contextlib.ExitStack() as undo:
         undo.callback(ray.shutdown)
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray's words on dead workers
+        # a task for each family, so that points of one share its slices
         running = {task.remote(family, *shared): number for number, family in left.items()}
         while running:
             ended, _ = ray.wait([*running])
@@ -238,6 +240,7 @@ def _timeline(
     before = None
     if base.num_microbatches != layout.num_microbatches:
         family = settings.folder / "slices" / layout.family()
+        # what a captured microbatch takes, with the replicas of the point
         captured = with_data_parallel(_captured(base, family, None), layout.world.dp)
         before = price(captured, machine=settings.machine).timeline
     check_plausible(timeline, before)
@@ -273,12 +276,14 @@ def _slices(layout: JobLayout, base: JobLayout) -> str:
 def _base(layout: JobLayout, family: Path) -> JobLayout:
     """The member of the family to capture: one that is complete already, else of this dp."""
     dp, wanted = layout.world.dp, layout.num_microbatches
+    # as few microbatches as others follow from
     few = min(wanted, layout.fewest)
     complete = list[tuple[bool, int, int]]()  # has another dp, microbatches, dp
     for path in family.glob("dp*-m*.whole"):
         sizes = re.fullmatch(r"dp(\d+)-m(\d+)", path.stem)
         if sizes:
             complete.append((int(sizes[1]) != dp, int(sizes[2]), int(sizes[1])))
+    # one of the same replicas first: nothing is extrapolated then
     for _, microbatches, replicas in sorted(complete):
         if microbatches in (wanted, few):
             return layout.resized(replicas, microbatches)
@@ -311,11 +316,13 @@ def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
         slice_path = base.capture(folder, stage, _capture_server, more_folder)
         if limit is not None:
             stage_peak = peak(load(slice_path).programs[0])
+            # a slice without memory says nothing
             if stage_peak is not None:
                 _check_fits(stage_peak.num_bytes, f"stage {stage}", limit)
     programs = base.assembled(folder)
     whole.touch()
     if more_folder is not None:
+        # complete where each stage has its second slice, too
         names = {path.name for path in folder.glob("slice-*")}
         if names <= {path.name for path in more_folder.glob("slice-*")}:
             more_folder.with_name(f"{more_folder.name}.whole").write_text(_BESIDE)
@@ -392,6 +399,7 @@ def _reserved(program: Program, family: Path, num_ranks: int) -> int:
     """Bytes that PyTorch's allocator reserves; it costs more than a replay, so it is kept beside
     the slices.
     """
+    # requests since the process began decide what is cached, where they are known
     asked = program.history if len(program.history) else program.allocations
     content = (
         __version__.encode(),
@@ -414,6 +422,7 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     all_figures: Figures = dataclasses.asdict(metrics)
     programs = timeline.graph.programs
     world = programs.world
+    # null where nobody knows the tokens of an iteration
     tokens_per_s = all_figures["tokens_per_s"]["value"]
     figures = _fields(all_figures, "iteration_ns low_ns high_ns computing exposed bubble")
     figures["tokens_per_gpu"] = None

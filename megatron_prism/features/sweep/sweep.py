@@ -217,6 +217,7 @@ def sweep(
 
     def evaluated(points: list[SweepPoint]) -> Sweep:
         tell(f"{len(points)} points")
+        # first what costs nothing: points that cannot be
         points = _pruned(points, settings, tell)
         to_run = [point for point in points if not point.by]
         results = _results(to_run, settings, execute, tell)
@@ -297,6 +298,7 @@ def _searched(
         fix = "pip install megatron_prism[sweep], or a smaller space without trials="
         raise UsageError(f"--trials {trials} needs Optuna", fix=fix) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # a fixed seed: an interrupted sweep asks for the same points again
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
     points: dict[str, SweepPoint] = {}
     evaluation = None
@@ -310,9 +312,11 @@ def _searched(
             point = space.point_of(job, axes)
             asked.append((trial, point.key))
             points.setdefault(point.key, point)
+        # all until now, of which most have results already
         evaluation = evaluated(list(points.values()))
         scores = {row.result["key"]: _score(row.result, objective) for row in evaluation.rows}
         for trial, key in asked:
+            # a point without a result fits not, or failed
             if key in scores:
                 study.tell(trial, scores[key])
             else:
@@ -334,6 +338,7 @@ def _results(
     folder = settings.folder / "results" / _run_name(settings)
     missing = []
     for point in left:
+        # a result of an earlier release lacks figures, and is made again
         if not _is_whole(_read(folder, point)):
             (folder / f"{point.key}.json").unlink(missing_ok=True)
             missing.append(point)
@@ -393,6 +398,7 @@ def _pruned(
     store = settings.folder / "megatron_checks.json"
     release = f"megatron-core {megatron_release()}"
     try:
+        # what Megatron has said of a layout holds for its release
         refusals: dict[str, str] = json.loads(store.read_text()).get(release, {})
     except (OSError, ValueError):
         refusals = {}
@@ -421,6 +427,7 @@ def _ask_megatron(layouts: Mapping[str, JobLayout]) -> dict[str, str]:
         for start in range(0, len(keys), _AT_ONCE):
             keys_of_part = keys[start : start + _AT_ONCE]
             part = [layouts[key] for key in keys_of_part]
+            # a script says its layout by its words alone
             recipes = [layout.recipe for layout in part if isinstance(layout, RecipeLayout)]
             commands = [layout.command() for layout in part]
             sizes = [layout.world.size for layout in part]

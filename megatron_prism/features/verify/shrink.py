@@ -271,14 +271,17 @@ def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> Wo
     sizes = {name: min(2, getattr(world, name)) for name in ("tp", "pp", "cp", "ep", "etp")}
     if wide_pipeline and world.pp > 2:
         sizes["pp"] = 4
+    # stages that are not outermost lie at places that depend on both grids
     if sizes["pp"] > 1 and not world.order.endswith("pp"):
         _equal_experts_and_dense(sizes)
     model = sizes["tp"] * sizes["pp"] * sizes["cp"]
     dense_ranks = sizes["tp"] * sizes["cp"]  # of a stage and a replica
     expert_ranks = sizes["etp"] * sizes["ep"]
+    # a fault of experts' replicas shows only where there are two
     wants_expert_replicas = sizes["ep"] > 1 and (world.edp > 1 or not dp_known)
     dp = 2 if world.dp > 1 or not dp_known else 1
     while True:
+        # experts must divide the ranks of a stage: more replicas until they do
         stage_ranks = dense_ranks * dp
         if stage_ranks % expert_ranks == 0:
             has_replicas = stage_ranks // expert_ranks >= 2
@@ -310,6 +313,7 @@ _WITHOUT = {"tp": ("tp", "etp"), "pp": ("pp",), "cp": ("cp",), "dp": ("ep",), "e
 
 def without(world: World, part: str) -> World | None:
     """``world`` with the dimension ``part`` (``tp``, ``dp`` …) at 1; None where it is not above."""
+    # nothing to leave out
     if part not in _WITHOUT or getattr(world, part) == 1:
         return None
     size = world.size
@@ -332,6 +336,7 @@ class _Shrinking:
         return getattr(self.args, name, None)
 
     def set(self, name: str, value: object, why: str) -> None:
+        # a release without the argument is as if it were off
         if not hasattr(self.args, name):
             return
         before = getattr(self.args, name)
@@ -428,6 +433,7 @@ def _interleave(small: _Shrinking, job: World, copy: World, least_layers: int) -
     chunks = _chunks(small, job, copy)
     has_layout = pp > 1 and bool(small.get("pipeline_model_parallel_layout"))
     if has_layout:
+        # E embedding, t layer, m multi-token prediction, L loss: a stage between | each
         mtp = "m" if small.get("mtp_num_layers") else ""
         middle_stages = ["t"] * (pp * chunks - 2)
         layout = "|".join(["Et", *middle_stages, f"t{mtp}L"])
@@ -443,6 +449,7 @@ def _interleave(small: _Shrinking, job: World, copy: World, least_layers: int) -
     elif layers_of_uneven_stages:
         layers = layers_of_uneven_stages
     else:
+        # rounded up to a layer more in each chunk
         whole_chunks = least_layers + -least_layers % (pp * chunks)
         layers = max(pp * chunks, whole_chunks)
     _set_dense_and_expert_layers(small, layers)
@@ -461,6 +468,7 @@ def _chunks(small: _Shrinking, job: World, copy: World) -> int:
         return 1
     layout = small.get("pipeline_model_parallel_layout")
     if layout:
+        # (tt|)*3 is written out before stages are counted
         repeated = re.sub(r"\(([^)]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), layout)
         chunks_of_job = repeated.count("|") + 1
         return 2 if chunks_of_job > job.pp else 1
@@ -492,8 +500,10 @@ def _set_dense_and_expert_layers(small: _Shrinking, layers: int) -> None:
     """Shorten the pattern of layers with experts: dense layers first, if there are some."""
     frequency = small.get("moe_layer_freq")
     if isinstance(frequency, list):
+        # a list says of each layer whether it has experts
         dense = 1 if 0 in frequency else 0
         small.set("moe_layer_freq", [0] * dense + [1] * (layers - dense), "sizes")
+    # every second layer has experts
     elif isinstance(frequency, int) and frequency > 1:
         small.set("moe_layer_freq", 2, "sizes")
 
@@ -507,6 +517,7 @@ def _shorten(small: _Shrinking, name: str, job: World, copy: World, least_layers
     if chunks_of_job > job.pp > 1:  # interleaved
         stages *= 2
     kinds = _kinds(main)
+    # as often as gives the wanted layers
     kinds *= math.ceil(least_layers / len(kinds) / stages)
     pattern = ("|" if is_cut else "").join([kinds] * stages)
     if mtp_patterns:  # one layer of multi-token prediction is enough
@@ -538,12 +549,15 @@ def _resize(small: _Shrinking, job: World, copy: World) -> None:
     if small.get("group_query_attention"):  # fewer groups than tp stay fewer
         few = small.get("num_query_groups") < job.tp
         sizes["num_query_groups"] = 1 if few else groups
+    # groups of state-space layers are divided over tp
     if (small.get("mamba_num_groups") or 0) > groups:
         sizes["mamba_num_groups"] = groups
     if small.get("num_experts"):
         sizes["num_experts"] = EXPERTS
     if small.get("overlap_grad_reduce"):
+        # overlap shows its faults between buckets
         sizes |= {"ddp_bucket_size": SEVERAL_BUCKETS, "ddp_num_buckets": None}
+    # the product of the levels is cp
     if small.get("hierarchical_context_parallel_sizes"):
         sizes["hierarchical_context_parallel_sizes"] = [1, copy.cp]
     for name, value in sizes.items():
