@@ -2,4 +2,4 @@
 
 from megatron_prism.core.feature import Feature
 
-FEATURE = Feature(command="command", uses="hang")
+FEATURE = Feature(command="command", uses="hang", api={"uneven": "uneven:uneven"})

@@ -5,8 +5,10 @@ In : ``key=RANKS:VALUE`` words, and a file of lengths.  Out: one ``UnevenInput``
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +40,8 @@ class UnevenInput:
     Attributes:
         kind: In which way it differs.
         ranks: The ranks, ascending.
-        count: Microbatches of the loop, or in the loader; -1 of other kinds.
+        count: Microbatches of the loop, or in the loader; of lengths -1: as many as captured; of
+            programs -1.
         path: The other capture of kind ``PROGRAMS``.
         lengths: Tokens of a sample of each microbatch; one: of all microbatches.
     """
@@ -59,8 +62,12 @@ class UnevenInput:
         return str(self.count)
 
     def __str__(self) -> str:
-        """Write it as a word of the command."""
-        return f"{self.kind.value}={format_ranks(self.ranks)}:{self.value}"
+        """Write it as a word of the command, or as two."""
+        ranks = format_ranks(self.ranks)
+        word = f"{self.kind.value}={ranks}:{self.value}"
+        if self.kind is InputKind.LENGTHS and self.count >= 0:
+            return f"{InputKind.MICROBATCHES.value}={ranks}:{self.count} {word}"
+        return word
 
 
 def read_input(kind: InputKind, text: str, world: World) -> UnevenInput:
@@ -75,7 +82,7 @@ def read_input(kind: InputKind, text: str, world: World) -> UnevenInput:
         UsageError: There are no ranks, or the value is none of that kind.
         WorldError: There are no such ranks.
     """
-    selector, value = _split(kind, text)
+    selector, value = split_word(kind, text)
     ranks = world.select(selector)
     word = f"{kind.value}={selector}:{value}"
     if kind is InputKind.PROGRAMS:
@@ -90,7 +97,27 @@ def read_input(kind: InputKind, text: str, world: World) -> UnevenInput:
     return UnevenInput(kind, ranks, count=int(value))
 
 
-def _split(kind: InputKind, text: str) -> tuple[str, str]:
+def join_counts(inputs: Sequence[UnevenInput]) -> list[UnevenInput]:
+    """Make one input of a number of microbatches and of their lengths, of the same ranks."""
+    counts: dict[tuple[int, ...], int] = {}
+    ranks_with_lengths: set[tuple[int, ...]] = set()
+    for uneven_input in inputs:
+        if uneven_input.kind is InputKind.MICROBATCHES:
+            counts[uneven_input.ranks] = uneven_input.count
+        elif uneven_input.kind is InputKind.LENGTHS:
+            ranks_with_lengths.add(uneven_input.ranks)
+    joined: list[UnevenInput] = []
+    for uneven_input in inputs:
+        kind, ranks = uneven_input.kind, uneven_input.ranks
+        if kind is InputKind.MICROBATCHES and ranks in ranks_with_lengths:
+            continue
+        if kind is InputKind.LENGTHS and ranks in counts:
+            uneven_input = dataclasses.replace(uneven_input, count=counts[ranks])
+        joined.append(uneven_input)
+    return joined
+
+
+def split_word(kind: InputKind, text: str) -> tuple[str, str]:
     """Take ``RANKS:VALUE`` apart; UsageError if there are no ranks or no value."""
     if kind is InputKind.PROGRAMS:
         # a path may have a colon

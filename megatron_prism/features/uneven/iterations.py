@@ -116,6 +116,9 @@ def split_iterations(
     microbatches = sources.lengths.microbatches
     iterations = 1
     for uneven_input in inputs:
+        # ranks with another number of microbatches have one iteration
+        if uneven_input.count >= 0:
+            continue
         whole, rest = divmod(len(uneven_input.lengths), microbatches)
         if whole and rest:
             raise UsageError(
@@ -137,7 +140,8 @@ def split_iterations(
         first = iteration * microbatches
         iteration_inputs: list[UnevenInput] = []
         for uneven_input in inputs:
-            if uneven_input.kind is InputKind.LENGTHS and len(uneven_input.lengths) > microbatches:
+            is_list = uneven_input.kind is InputKind.LENGTHS and uneven_input.count < 0
+            if is_list and len(uneven_input.lengths) > microbatches:
                 own_lengths = uneven_input.lengths[first : first + microbatches]
                 uneven_input = dataclasses.replace(uneven_input, lengths=own_lengths)
             iteration_inputs.append(uneven_input)

@@ -1,4 +1,4 @@
-"""In which ways the input of ranks differs; apart, because the command imports it at its start."""
+"""In which ways the input of ranks differs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ left out; ``expert_dispatch`` has the rules of the flex dispatcher.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -95,6 +95,29 @@ class LengthCaptures:
         self.lengths_vary = settings.get("variable_seq_lengths", "").lower() == "true"
         self.dispatch_rule = dispatch_rule(settings)
         self._messages: dict[int, StageMessages] = {}  # by rank of a captured program
+        self._of_count: dict[int, LengthCaptures] = {}  # by number of microbatches
+
+    def of_count(
+        self, count: int, scheduler: Callable[[Programs, int], Programs]
+    ) -> LengthCaptures:
+        """Return captures of the job with another number of microbatches.
+
+        Args:
+            count: Microbatches of an iteration.
+            scheduler: Puts captured steps into the order of that many.
+
+        Raises:
+            PrismError: As the scheduler does.
+        """
+        if count == self.microbatches:
+            return self
+        if count not in self._of_count:
+            others: list[Programs] = []
+            for capture in self.by_length.values():
+                if capture is not self.captured:
+                    others.append(scheduler(capture, count))
+            self._of_count[count] = LengthCaptures(scheduler(self.captured, count), others)
+        return self._of_count[count]
 
     def programs_of(self, lengths: Sequence[int]) -> Programs:
         """Make the world in which microbatches have these lengths.

@@ -182,12 +182,27 @@ def _smaller_inputs(sources: Sources, uneven_input: UnevenInput) -> Iterator[Une
     for ranks in _fewer_replicas(world, uneven_input.ranks):
         yield dataclasses.replace(uneven_input, ranks=ranks)
 
+    # a count that is as near to the captured one as possible
+    usual_count = sources.captured.num_microbatches
+    nearest_count = usual_count - 1
+    if uneven_input.count > usual_count:
+        nearest_count = usual_count + 1
+    is_count = uneven_input.kind in (InputKind.MICROBATCHES, InputKind.LOADER)
+    if is_count and nearest_count not in (0, uneven_input.count):
+        yield dataclasses.replace(uneven_input, count=nearest_count)
+
+    # another number of microbatches, without lengths
+    own_count = usual_count
+    if uneven_input.kind is InputKind.LENGTHS and uneven_input.count >= 0:
+        own_count = uneven_input.count
+        yield UnevenInput(InputKind.MICROBATCHES, uneven_input.ranks, count=own_count)
+
     # fewer microbatches that differ from the capture
     if uneven_input.kind is InputKind.LENGTHS:
         usual_length = sequence_length(sources.captured)
         lengths = uneven_input.lengths
-        if len(lengths) == 1 and sources.lengths is not None:
-            lengths = lengths * sources.lengths.microbatches
+        if len(lengths) == 1:
+            lengths = lengths * own_count
         for place, length in enumerate(lengths):
             if length != usual_length:
                 restored = (*lengths[:place], usual_length, *lengths[place + 1 :])

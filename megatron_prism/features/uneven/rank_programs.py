@@ -150,7 +150,10 @@ def _mixed_lengths(sources: Sources, uneven_input: UnevenInput) -> Programs:
             f"{uneven_input}: no capture says what other lengths do",
             fix="capture=DIR for each length: prism capture … seq_length=2048 -o DIR",
         )
-    return sources.lengths.programs_of(uneven_input.lengths)
+    captures = sources.lengths
+    if uneven_input.count >= 0:
+        captures = captures.of_count(uneven_input.count, sources.with_microbatches)
+    return captures.programs_of(uneven_input.lengths)
 
 
 # -- a loader that ends ----------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """Inputs that differ between ranks, on programs by hand."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
-from helpers.programs import DP, EP, PP, TP, healthy, stage_ops
+from helpers.programs import DP, EP, PP, TP, healthy
+from helpers.uneven_worlds import HIDDEN, WORLD, of_microbatches, pipeline, some, sources
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import ProgramError, UsageError
-from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.programs.program_text import dump
@@ -17,33 +16,11 @@ from megatron_prism.core.world import World
 from megatron_prism.features.uneven.inputs import (
     InputKind,
     UnevenInput,
-    read_input,
     read_lengths_file,
 )
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.outcome import examine
-from megatron_prism.features.uneven.rank_programs import Sources, apply_inputs
-
-WORLD = World(8, tp=2, pp=2)
-HIDDEN = 4
-
-
-def of_microbatches(programs, count):
-    """The same world by hand: its generator knows no scheduler."""
-    world = programs.world
-    by_stage = []
-    for stage in world.stages:
-        by_stage.append(Program.from_ops(world.rank_at(pp=stage), stage_ops(stage, world, count)))
-    return dataclasses.replace(programs, programs=tuple(by_stage))
-
-
-def sources(world=WORLD, lengths=None, captured=None):
-    return Sources(captured or healthy(world), of_microbatches, lambda path: None, lengths)
-
-
-def some(word, world=WORLD):
-    key, _, text = word.partition("=")
-    return read_input(InputKind(key), text, world)
+from megatron_prism.features.uneven.rank_programs import apply_inputs
 
 
 # -- microbatches ----------------------------------------------------------------------------------
@@ -119,32 +96,6 @@ def test_a_loader_that_lasts_is_refused():
 
 
 # -- lengths ---------------------------------------------------------------------------------------
-def pipeline(length, *, extra="", settings=None):
-    """Two stages, three microbatches, one forward message each; a shape ahead if lengths vary."""
-    settings = settings or {}
-    world = World(4, pp=2)
-    programs = []
-    for stage in world.stages:
-        ops = []
-        name, peer = ("send", 1) if stage == 0 else ("recv", -1)
-        side = "num_in" if stage == 0 else "num_out"
-        for microbatch in range(3):
-            step = {"phase": "forward", "microbatch": microbatch}
-            compute = Op("compute", ns=length, **step)
-            ahead = Op(name, PP, "int64", peer=peer, **{side: 3})
-            tensor = Op(name, PP, "bf16", peer=peer, **{side: length * HIDDEN})
-            message = [tensor]
-            if "variable_seq_lengths" in settings:
-                message = [ahead, tensor]
-            ops += [compute, *message] if stage == 0 else [*message, compute]
-        if extra:
-            ops.append(Op(extra, DP, "fp32", length, length, "sum"))
-        programs.append(Program.from_ops(world.rank_at(pp=stage), ops))
-    line = job_settings.as_text({"seq_length": str(length), **settings})
-    stages = world._along("pp", np.arange(4)).astype(np.int32)
-    return Programs(world, tuple(programs), stages, source={"settings": line}, path=f"s{length}")
-
-
 def test_receives_keep_the_length_of_the_flag_without_variable_lengths():
     captured = pipeline(8)
     lengths = LengthCaptures(captured, [pipeline(2)])
