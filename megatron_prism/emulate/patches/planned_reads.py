@@ -15,8 +15,9 @@ import contextlib
 import enum
 import io
 import math
+import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
 
 COMMON_STATE = "common_state/shard_0_1"  # object of everything that is no shard, since 0.19
 _BUCKETS = ".bucket_idx_"  # in the name of an optimizer state that is kept by buckets
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+# objects of which each rank of a grid has one: pp x tp, and all ranks
+_RANDOM_STATE = re.compile(r"rng_state/shard_[\d.]+_(\d+)\.(\d+)")
+_RERUN_STATE = re.compile(r"rerun_state_machine_state/shard_\d+_(\d+)")
 
 
 class Match(enum.Enum):
@@ -120,12 +126,21 @@ class PlannedReading:
         self.result = PlannedRead()
         self._planner_class = strategies.MCoreLoadPlanner
         self._job = job
+        self._beside_shards: dict[str, object] = {}  # of what the job asks for
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Plan instead of reading what is loaded inside."""
+        from megatron.core.dist_checkpointing import serialization
+
+        preprocess = serialization.load_preprocess
         make_plan = self._planner_class.create_local_plan
         read_bytes = checkpoint.FileSystemReader.read_data
+
+        def remember(sharded_state: object) -> tuple[object, object, object]:
+            parts = preprocess(sharded_state)
+            _, self._beside_shards = serialization.extract_sharded_base(parts[0])
+            return parts
 
         def plan(planner: MCoreLoadPlanner) -> LoadPlan:
             self._compare(planner)
@@ -142,6 +157,7 @@ class PlannedReading:
             return read_bytes(reader, type(local_plan)(objects), planner)
 
         with ProcessChanges() as changes:
+            changes.set(serialization, "load_preprocess", remember)
             changes.set(self._planner_class, "create_local_plan", plan)
             changes.set(checkpoint.FileSystemReader, "read_data", read)
             # torch would give tensors of shapes alone memory on the host
@@ -188,37 +204,76 @@ class PlannedReading:
         if reader.fs.exists(reader.fs.concat_path(reader.path, place.relative_path)):
             return False
         if name == COMMON_STATE:
-            planner.state_dict[name] = [self._common_state(planner.metadata)]
+            _put(planner, name, [self._common_state(planner.metadata)])
             self.result.stand_in = True
             return True
         serialized = planner.state_dict[name]
         # Megatron has written this rank's own object into it
         if isinstance(serialized, io.BytesIO) and serialized.getbuffer().nbytes:
             serialized.seek(0)
-            planner.state_dict[name] = torch.load(serialized, weights_only=False)
+            _put(planner, name, torch.load(serialized, weights_only=False))
             return True
         return False
 
     def _common_state(self, metadata: Metadata) -> dict[str, object]:
-        """Make what a checkpoint of the job's own layout would have beside its shards."""
+        """Make what the checkpoint has beside its shards, as far as names of objects say it.
+
+        All else is as in the job that loads it.
+        """
         content: dict[str, object] = {
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
         }
+        names = metadata.state_dict_metadata
+        states = [name for name in names if _STATE.match(name)]
+        arguments = Namespace(**vars(self._job))
+        arguments.no_save_optim = not states
+        _add_layout(arguments, names)
         state: dict[str, object] = {
-            "args": Namespace(**vars(self._job)),
+            "args": arguments,
             "checkpoint_version": 3.0,
             "iteration": 0,
             "num_floating_point_operations_so_far": 0,
             "content_metadata": content,
         }
-        states = [name for name in metadata.state_dict_metadata if name.startswith("optimizer.")]
         if states:
             in_buckets = any(_BUCKETS in name for name in states)
             sharding = "dp_reshardable" if in_buckets else "fully_reshardable"
             content["distrib_optim_sharding_type"] = sharding
             state["optimizer"] = {"param_state_sharding_type": sharding}
+            # groups of parameters and schedules are those that the job has, once it has asked
+            for name in ("optimizer", "opt_param_scheduler"):
+                if name in self._beside_shards:
+                    state[name] = self._beside_shards[name]
         return state
+
+
+def _put(planner: default_planner.DefaultLoadPlanner, name: str, value: object) -> None:
+    """Give the loader an object, as ``load_bytes`` of torch's planner does with one that is read.
+
+    Megatron's planner keeps the state dict as it is; torch's, which Megatron uses for what is no
+    shard, works on a flat copy.
+    """
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[name], value)
+    else:
+        planner.state_dict[name] = value
+
+
+def _add_layout(arguments: Namespace, names: Iterable[str]) -> None:
+    """Give arguments the layout of the job that saved objects of some names."""
+    # with --no-save-rng there is no object of it; without a number of ranks none is the same
+    arguments.no_save_rng = True
+    arguments.world_size = 0
+    for name in names:
+        random_state = _RANDOM_STATE.fullmatch(name)
+        if random_state is not None:
+            arguments.pipeline_model_parallel_size = int(random_state[1])
+            arguments.tensor_model_parallel_size = int(random_state[2])
+            arguments.no_save_rng = False
+        rerun_state = _RERUN_STATE.fullmatch(name)
+        if rerun_state is not None:
+            arguments.world_size = int(rerun_state[1])
 
 
 def refusal_of(error: BaseException) -> str:

@@ -113,6 +113,18 @@ class Reshard:
         return not self.refusal
 
     @property
+    def assumes_optimizers(self) -> bool:
+        """Whether the states of experts were assumed to be in an optimizer as those of the job.
+
+        With expert parallelism Megatron has an optimizer of their own for experts, and loads no
+        states that were saved without it.  Names of tensors do not say it.
+        """
+        if not (self.has_stand_in and self.asks_for_states):
+            return False
+        names = self.checkpoint.tensors
+        return any("optimizer." in name and ".experts." in name for name in names)
+
+    @property
     def states_survive(self) -> bool:
         """Whether the optimizer goes on with the states of the checkpoint."""
         return self.loads and self.asks_for_states
@@ -150,6 +162,7 @@ class Reshard:
             "total_read_bytes": self.total_read_bytes,
             "seconds": self.seconds,
             "arguments_assumed": self.has_stand_in,
+            "optimizers_assumed": self.assumes_optimizers,
         }
 
     def to_rows(self) -> list[dict[str, object]]:

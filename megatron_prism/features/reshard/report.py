@@ -32,13 +32,16 @@ def render_text(plan: Reshard) -> str:
     if plan.has_stand_in:
         lines.append(
             "the arguments of the checkpoint's job are not here (they are in common.pt or in the "
-            "file of its first rank): tp and pp count as unchanged"
+            "file of its first rank): tp, pp and the number of ranks are those of its objects' "
+            "names, all else counts as unchanged"
         )
     return "\n".join(lines) + "\n"
 
 
 def _verdict(plan: Reshard) -> list[str]:
     """Say whether Megatron loads it."""
+    if plan.loads and plan.assumes_optimizers:
+        return ["Megatron loads it, if both jobs have expert parallelism or neither has."]
     if plan.loads:
         return ["Megatron loads it."]
     refusal = plan.refusal.partition("\n")[0]

@@ -5,6 +5,7 @@ tensor comes back bit for bit, or Megatron ends the job for the reason that was 
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -88,6 +89,8 @@ PAIRS = {
     # with expert parallelism Megatron has an optimizer more, for experts
     "ep2 to one": ("ep2", 1, (*NAMES, *MOE), "KeyError"),
 }
+# with expert parallelism Megatron has an optimizer more, which names of tensors do not say
+OTHER_OPTIMIZERS = {"ep2 to etp2", "ep2 to dp2 of all experts", "ep2 to one"}
 REFUSED_BY_SOME = {"multi-token prediction to pp2"}  # of whose ranks some could load
 
 
@@ -165,3 +168,29 @@ def test_a_plan_is_what_happens(name, worlds, saved, tmp_path):
             assert not torch.equal(stored, saved), key
             stored = torch.cat([stored[elements:], torch.zeros(elements)])
         assert torch.equal(stored, saved), key
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS.keys() - OTHER_OPTIMIZERS))
+def test_the_metadata_alone_plan_the_same(name, worlds, saved, tmp_path):
+    """Arguments of the checkpoint's job are in its first file, which is not there."""
+    layout, size, flags, _ = PAIRS[name]
+    whole = saved(layout)
+    number = int((whole / "latest_checkpointed_iteration.txt").read_text())
+    place = f"iter_{number:07d}"
+    copy = tmp_path / "copy"
+    (copy / place).mkdir(parents=True)
+    for file in (
+        "latest_checkpointed_iteration.txt",
+        f"{place}/.metadata",
+        f"{place}/metadata.json",
+    ):
+        shutil.copyfile(whole / file, copy / file)
+    plans = []
+    for folder in (whole, copy):
+        words = [*JOB, *flags, "--load", folder]
+        plans.append(worlds.plan(size, size - 1, words, tmp_path / "plan"))
+    assert [plan.pop("stand_in") for plan in plans] == [False, True]
+    refusals = [plan.pop("refusal").partition(":")[0] for plan in plans]
+    assert refusals[0] == refusals[1]
+    if not refusals[0]:
+        assert plans[0] == plans[1]

@@ -106,3 +106,26 @@ def test_states_that_the_next_save_shifts_are_named():
     assert "states of 2 parameters are lost" in text
     assert "embedding.weight  by 64 elements" in text
     assert "layers.1.weight  by 1 element\n" in text
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "states", "assumed"),
+    [
+        (True, "optimizer.state.exp_avg.decoder.layers.mlp.experts.linear_fc1.weight", True),
+        # the arguments say it
+        (False, "optimizer.state.exp_avg.decoder.layers.mlp.experts.linear_fc1.weight", False),
+        # one optimizer in any layout
+        (True, "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight", False),
+        # nobody asks for them
+        (True, "decoder.layers.mlp.experts.linear_fc1.weight", False),
+    ],
+)
+def test_whether_experts_had_an_optimizer_of_their_own_is_assumed_without_arguments(
+    stand_in, states, assumed
+):
+    plan = told(0, **{states: "same"})
+    plan["stand_in"] = stand_in
+    reshard = combined([plan], names=(states,), world=World(1))
+    assert reshard.to_json()["optimizers_assumed"] == assumed
+    said = "if both jobs have expert parallelism or neither has" in reshard.to_text()
+    assert said == assumed
