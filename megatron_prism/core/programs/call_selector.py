@@ -111,25 +111,35 @@ class CallSelector:
 def _read(word: str, fields: Mapping[str, str], subject: str) -> list[tuple[str, str]]:
     """The fields that a word gives, with their values; ``fields`` are those before it."""
     key, equals, value = word.partition("=")
+    # a label of a step: 1B2, 2F, O, or - outside all phases
     step = re.fullmatch(r"(\d*)([FBWOG])(\d*)|-", word)
     if step:
-        conditions = [("phase", _PHASE_OF[step[2] or "-"])]
-        if step[1]:
-            conditions.append(("microbatch", step[1]))
-        if step[3]:
-            conditions.append(("chunk", step[3]))
+        microbatch, phase, chunk = step.groups()
+        conditions = [("phase", _PHASE_OF[phase or "-"])]
+        if microbatch:
+            conditions.append(("microbatch", microbatch))
+        if chunk:
+            conditions.append(("chunk", chunk))
         return conditions
     if word in NAMES:
         return [("op", word)]
-    if word.startswith("@") or re.fullmatch(r"\S+\.py:\d+", word):
-        return [("site", re.escape(word.removeprefix("@")) + r"(?!\d)")]
+
+    # a line of code, of which line 12 is not the begin of 123
+    is_line = re.fullmatch(r"\S+\.py:\d+", word)
+    if is_line or word.startswith("@"):
+        place = re.escape(word.removeprefix("@"))
+        return [("site", rf"{place}(?!\d)")]
+    # words between the parts of a call, as prism show prints it
     if word in ("of", "at"):
         return []
-    axis = key in AXES and key not in fields and value.isdigit()  # a coordinate of the ranks
-    if axis or key in ("node", "rail") or _RANKS.fullmatch(word):
+
+    # ranks, by a coordinate, by their host or by their numbers
+    is_coordinate = key in AXES and key not in fields and value.isdigit()
+    if is_coordinate or key in ("node", "rail") or _RANKS.fullmatch(word):
         return [("rank", word)]
     if equals and key in _KEYS and value:
         return [(_KEYS[key], value)]
+    # a whole description of a group
     if re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
         return [("group", word)]
     if key == "layer":
@@ -140,27 +150,21 @@ def _read(word: str, fields: Mapping[str, str], subject: str) -> list[tuple[str,
 
 def _check(fields: Mapping[str, str], subject: str) -> None:
     """UsageError for a value that no call has."""
-    op, phase, ranks = (fields.get(name, "") for name in ("op", "phase", "rank"))
-    pattern = ""
+    for name in _NUMBERS:
+        if name in fields and not re.fullmatch("[0-9]{1,18}", fields[name]):
+            message = f"{subject}: {name}={fields[name]} is no number"
+            raise UsageError(message, fix=f"{name}=1")
+    op = fields.get("op", "")
+    phase = fields.get("phase", "")
+    ranks = fields.get("rank", "")
+    is_zeroth = "nth" in fields and not fields["nth"].strip("0")
+    fault_of_pattern = ""
     try:
         re.compile(fields.get("site", ""))
     except re.error as error:
-        pattern = str(error)
-    numbers = [(name, fields[name]) for name in _NUMBERS if name in fields]
+        fault_of_pattern = str(error)
     refuse(
-        *(
-            (
-                not re.fullmatch("[0-9]{1,18}", value),
-                f"{subject}: {name}={value} is no number",
-                f"{name}=1",
-            )
-            for name, value in numbers
-        ),
-        (
-            fields.get("nth", "").strip("0") == "" and "nth" in fields,
-            f"{subject}: nth= counts from 1",
-            "nth=1",
-        ),
+        (is_zeroth, f"{subject}: nth= counts from 1", "nth=1"),
         (
             op and op not in NAMES,
             f"{subject}: there is no op {op}",
@@ -176,7 +180,11 @@ def _check(fields: Mapping[str, str], subject: str) -> None:
             f"{subject}: {ranks} is not understood",
             "node=2, rail=3, node=2/4 with 4 GPUs to a node",
         ),
-        (pattern, f"{subject}: site is no pattern: {pattern}", "@mappings.py:31, or site=mappings"),
+        (
+            fault_of_pattern,
+            f"{subject}: site is no pattern: {fault_of_pattern}",
+            "@mappings.py:31, or site=mappings",
+        ),
     )
 
 

@@ -27,51 +27,83 @@ def check(process: Sequence[str]) -> None:
         process: its command line, Python first (``sys.orig_argv``).
     """
     line = read_line(["python", *process[1:]], os.environ)
-    own = BY_NAME.get(line.launchers[0]) if line.launchers else None  # not one among its words
-    if own is None or not own.counts or not line.ranks:
+    # the first launcher is this process; one further on is among its words
+    launcher = None
+    if line.launchers:
+        launcher = BY_NAME.get(line.launchers[0])
+    if launcher is None or not launcher.counts or not line.ranks:
         return
     try:
         check_launch(line, os.environ)
     except UsageError as error:
-        named = BY_NAME.keys() & {Path(word).name for word in process}
-        start = next(i for i, word in enumerate(process) if Path(word).name in named)
-        words = [Path(process[start]).name, *process[start + 1 :]]
-        module = ["python", "-m"] if "." in words[0] else []
-        exit_status.report(UsageError(error.message, fix=to_type([*module, *words], os.environ)))
+        fix = to_type(_line_from_launcher(process), os.environ)
+        exit_status.report(UsageError(error.message, fix=fix))
         raise SystemExit(error.exit_code) from None
+
+
+def _line_from_launcher(process: Sequence[str]) -> list[str]:
+    """Return the words of a process from its launcher on, as one types them.
+
+    Args:
+        process: its command line, which names a launcher.
+    """
+    place = 0
+    while Path(process[place]).name not in BY_NAME:
+        place += 1
+    name = Path(process[place]).name
+    words = [name, *process[place + 1 :]]
+    # a module, such as torch.distributed.run
+    if "." in name:
+        return ["python", "-m", *words]
+    return words
 
 
 def check_launch(line: LaunchLine, env: Mapping[str, str]) -> None:
     """UsageError for a launch whose processes are not the ranks that the emulation names."""
-    words = line.words[1:]
-    ranks, each = line.ranks or 1, line.per_host or 1
-    started = {"TORCHELASTIC_RUN_ID": "", "LOCAL_WORLD_SIZE": str(each), "WORLD_SIZE": str(ranks)}
-    named = options.from_command_line(words, {**env, "RANK": "0", **started})
-    given = [word.partition("=")[0] for word in (*options.words_of(env), *words)]
-    uses = {f"--prism-{name.replace('_', '-')}" for name in (*_ALL_LOCAL, "ranks")}
-    if named is not None and ranks > each and not uses & set(given):
-        raise UsageError(
-            f"{line.launchers[-1]} would wait for {counted(ranks // each - 1, 'other host')}, and "
-            "an emulated job needs none"
-        )
+    job_words = line.words[1:]
+    ranks = line.ranks or 1
+    ranks_of_host = line.per_host or 1
+    # the variables that the launcher would set in its first process
+    variables = {
+        "RANK": "0",
+        "TORCHELASTIC_RUN_ID": "",
+        "LOCAL_WORLD_SIZE": str(ranks_of_host),
+        "WORLD_SIZE": str(ranks),
+    }
+    emulation = options.from_command_line(job_words, {**env, **variables})
+    if emulation is None or ranks <= ranks_of_host:
+        return
+
+    # these flags are of jobs whose ranks all run, or name those that do
+    flags_given = {word.partition("=")[0] for word in (*options.words_of(env), *job_words)}
+    flags_of_real_ranks = {f"--prism-{name.replace('_', '-')}" for name in (*_ALL_LOCAL, "ranks")}
+    if flags_of_real_ranks & flags_given:
+        return
+    other_hosts = counted(ranks // ranks_of_host - 1, "other host")
+    raise UsageError(
+        f"{line.launchers[-1]} would wait for {other_hosts}, and an emulated job needs none"
+    )
 
 
 def to_type(words: Sequence[str], env: Mapping[str, str]) -> str:
     """The line that emulates what a launch line with flags of ours would start."""
-    inside, line = options.split(words)
-    flags = [*options.split(options.words_of(env))[0], *inside]
-    left = ["--prism-emulate", "--prism-capture"]
+    flags_of_line, line = options.split(words)
+    flags_of_environment, _ = options.split(options.words_of(env))
+    flags = [*flags_of_environment, *flags_of_line]
     captures = [words_of_flag for name, words_of_flag in flags if name == "--prism-capture"]
-    capture = ""
+    folder = ""
     if captures:
-        capture = options.value_of("--prism-capture", captures[0])
-    start = ["prism", "run"]
-    # prism capture chooses the ranks itself
-    if capture:
-        left.append("--prism-ranks")
-        start = ["prism", "capture", "-o", capture]
+        folder = options.value_of("--prism-capture", captures[0])
+
+    # the command says these itself
+    said_by_command = ["--prism-emulate", "--prism-capture"]
+    command = ["prism", "run"]
+    if folder:
+        # prism capture chooses the ranks itself
+        said_by_command.append("--prism-ranks")
+        command = ["prism", "capture", "-o", folder]
     prism_words = []
     for name, words_of_flag in flags:
-        if name not in left:
+        if name not in said_by_command:
             prism_words += words_of_flag
-    return shlex.join([*start, *prism_words, *line])
+    return shlex.join([*command, *prism_words, *line])
