@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ def read(path: str | Path) -> NcclTestsRun:
 
 
 def _text(path: str, text: str) -> NcclTestsRun:
+    """Read what nccl-tests prints; ValueError where it is not that."""
     lines = text.splitlines()
     ranks = [match for match in map(_RANK.match, lines) if match]
     if not ranks:
@@ -81,34 +83,38 @@ def _text(path: str, text: str) -> NcclTestsRun:
     rows: list[tuple[int, float, float, float]] = []
     for line in lines:
         words = line.split()
+        # the head of the table, which says what its columns are
         if words[:2] == ["#", "size"]:
             columns = words[1:]
             if "cputime" in columns:
                 raise ValueError("it has the host's time (-C), not the device's")
-        elif columns and len(words) >= len(columns) and re.fullmatch(r"[0-9]{1,18}", words[0]):
+            continue
+        # a row: as many words as columns, of which the first is a size
+        is_whole = bool(columns) and len(words) >= len(columns)
+        if is_whole and re.fullmatch(r"[0-9]{1,18}", words[0]):
             rows.append(_row(columns, words, line))
-    version = re.search(r"nccl-library=(\d+)|NCCL version (\S+)", text)
+    # of several groups of ranks the first is read
     hosts = [match[2] for match in ranks if match[1] in (None, "0")]
-    return _checked(
-        path,
-        f"{path}\n{text}",
-        hosts,
-        rows,
-        ranks[0][3].strip(),
-        (version[1] or version[2]) if version else "",
-    )
+    device = ranks[0][3].strip()
+    named_version = re.search(r"nccl-library=(\d+)|NCCL version (\S+)", text)
+    version = ""
+    if named_version:
+        version = named_version[1] or named_version[2]
+    return _checked(path, f"{path}\n{text}", hosts, rows, device, version)
 
 
 def _row(columns: list[str], words: list[str], line: str) -> tuple[int, float, float, float]:
     """(bytes, us, algbw, busbw) out of place."""
     if "time" not in columns[:-3]:
         raise ValueError(f"its columns are {' '.join(columns)[:200]}")
-    at = columns.index("time")
-    wrong = words[at + 3] if len(words) > at + 3 else "N/A"
+    # four columns out of place, then the same four in place
+    place = columns.index("time")
+    us, algorithm, bus, *rest = words[place:]
+    num_wrong = rest[0] if rest else "N/A"
     # up to 2.12 that column is the largest difference from the right result, not a count
-    if columns[at + 3] == "#wrong" and wrong not in ("N/A", "0"):
-        raise ValueError(f"its results are wrong ({wrong} elements): {line.strip()}")
-    return int(words[0]), float(words[at]), float(words[at + 1]), float(words[at + 2])
+    if columns[place + 3] == "#wrong" and num_wrong not in ("N/A", "0"):
+        raise ValueError(f"its results are wrong ({num_wrong} elements): {line.strip()}")
+    return int(words[0]), float(us), float(algorithm), float(bus)
 
 
 class _Device(msgspec.Struct):
@@ -143,9 +149,11 @@ class _Stored(msgspec.Struct):
 
 
 def _json(path: str, text: str) -> NcclTestsRun:
+    """Read what nccl-tests writes as JSON; ValueError where it is not that."""
     stored = foreign.value_of_json(text, _Stored, strict=False)
     rows = []
     for result in stored.results:
+        # out of place, where that was run
         timing = result.out_of_place or result.in_place
         if timing is None:
             raise ValueError(f"{result.size} bytes have no time")
@@ -196,11 +204,12 @@ def _checked(
     for num_bytes, times in times_of_size.items():
         if max(times) > _AGREE * min(times):
             raise ValueError(f"{num_bytes} bytes take {min(times)} us and {max(times)} us")
-    medians = tuple(
-        (size, statistics.median(times)) for size, times in sorted(times_of_size.items())
-    )
-    per_node = max(hosts.count(host) for host in set(hosts))
-    return NcclTestsRun(path, op, ranks, per_node, medians, device, version)
+    medians: list[tuple[int, float]] = []
+    for num_bytes, times in sorted(times_of_size.items()):
+        medians.append((num_bytes, statistics.median(times)))
+    ranks_of_host = Counter(hosts)
+    per_node = max(ranks_of_host.values())
+    return NcclTestsRun(path, op, ranks, per_node, tuple(medians), device, version)
 
 
 def _check_ratio(op: str, ranks: int, algorithm: float, bus: float) -> None:
@@ -218,24 +227,40 @@ def calibration(runs: Iterable[NcclTestsRun], node_gpus: int | None = None) -> d
 
     UsageError for runs that contradict each other.
     """
-    known: dict[tuple[str, int, int, int], tuple[float, str]] = {}
-    about: dict[str, None] = {}
+    # (collective, ranks, of them on a node, bytes) -> (us, file)
+    times: dict[tuple[str, int, int, int], tuple[float, str]] = {}
+    sources: dict[str, None] = {}
     for run in runs:
-        about[" ".join(filter(None, (run.device, run.version and f"NCCL {run.version}")))] = None
+        sources[_device_and_version(run)] = None
+        ranks = run.ranks
         per_node = min(run.ranks, node_gpus or run.per_node)
-        ranks, per_node = (2, min(per_node, 2)) if run.op == "exchange" else (run.ranks, per_node)
+        # sendrecv runs in a ring, in which each message is between two
+        if run.op == "exchange":
+            ranks = 2
+            per_node = min(per_node, 2)
         for num_bytes, us in run.rows:
             key = (run.op, ranks, per_node, num_bytes)
-            first_us, path = known.setdefault(key, (us, run.path))
+            first_us, path = times.setdefault(key, (us, run.path))
             if max(us, first_us) > _AGREE * min(us, first_us):
                 raise UsageError(
                     f"{path} and {run.path} contradict each other: {run.op} of {num_bytes:,} bytes "
                     f"among {ranks}: {first_us:g} us and {us:g} us",
                     fix=f"run both again on idle GPUs ({_EXAMPLE}), or give one of them",
                 )
-    rows = [
-        {"op": op, "ranks": ranks, "per_node": per_node, "bytes": size, "ns": round(us * 1e3)}
-        for (op, ranks, per_node, size), (us, _) in sorted(known.items())
-    ]
-    source = f"nccl-tests: {', '.join(filter(None, about)) or 'of unknown GPUs'}"
+    rows = []
+    for (op, ranks, per_node, num_bytes), (us, _) in sorted(times.items()):
+        size: dict[str, object] = {"op": op, "ranks": ranks, "per_node": per_node}
+        rows.append({**size, "bytes": num_bytes, "ns": round(us * 1e3)})
+    named_sources = ", ".join(filter(None, sources))
+    source = f"nccl-tests: {named_sources or 'of unknown GPUs'}"
     return {"format": 1, "source": source, "collectives": rows}
+
+
+def _device_and_version(run: NcclTestsRun) -> str:
+    """Return ``NVIDIA H200 NCCL 2.28.9``, without what the run does not say."""
+    words = []
+    if run.device:
+        words.append(run.device)
+    if run.version:
+        words.append(f"NCCL {run.version}")
+    return " ".join(words)
