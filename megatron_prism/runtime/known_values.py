@@ -48,6 +48,7 @@ class Unknown(float):
     """
 
     def __format__(self, spec: str) -> str:
+        # the width of the number's place, so that tables keep their columns
         width = re.match(r"(?:.?[<>=^])?[-+ ]?#?0?(\d+)", spec)
         return f"{'unknown':>{width[1] if width else 0}}"
 
@@ -114,6 +115,7 @@ def learn(tensor: torch.Tensor, data: object) -> None:
         return
     if isinstance(data, list | tuple):  # of a subclass, too, which tree_leaves takes for a leaf
         data = [*data]
+    # one unknown part makes all unknown
     for leaf in tree_leaves(data):
         if not isinstance(leaf, int | float) or isinstance(leaf, Unknown | UnknownCount):
             return
@@ -132,6 +134,7 @@ def keep_lengths(tensor: torch.Tensor, host: torch.Tensor) -> None:
         return
     if host.device.type != "cpu" or not 0 < host.numel() <= _MOST:
         return
+    # tokens are 64-bit, many, and in rows of batches
     few = host.dtype == torch.int64 and host.dim() == 1 and host.numel() <= _FEW
     if few or host.dtype == torch.int32 or _are_places(host):
         _keep(tensor, host.detach().clone())
@@ -143,6 +146,7 @@ def _are_places(host: torch.Tensor) -> bool:
         return False
     row = host[0]
     before = torch.cat((host.new_tensor([-1]), row[:-1]))
+    # each place is one more than that before it, or 0 where a sequence begins
     counts_on = row == before + 1
     begins_sequence = row == 0
     return bool((counts_on | begins_sequence).all())
@@ -162,6 +166,7 @@ def summed(tensor: torch.Tensor, count: int) -> None:
     cell = getattr(tensor, _CELL, None)
     if cell is None:
         return
+    # a flag of all elements, such as: how many are not finite
     settled = cell.valid[0] and cell.uniform and tensor.dtype != torch.bool
     forget(tensor)
     if settled:
@@ -262,6 +267,7 @@ def follow(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -
         return
     tensors = _tensors(args, kwargs)
     name = getattr(func, "__name__", "")
+    # written through another name: nothing is known any more
     if "out" in kwargs or name == "__set__":
         for tensor in tensors:
             forget(tensor)
@@ -345,6 +351,7 @@ def _follow_uniform(
     cells = [getattr(tensor, _CELL, None) for tensor in tensors]
     if not any(cell is not None and cell.uniform for cell in cells):
         return False
+    # what is written to, or what comes out
     result = args[0] if writes else (outs[0] if outs else None)
     if not isinstance(result, torch.Tensor) or not result.is_meta:
         return False
@@ -358,6 +365,7 @@ def _follow_uniform(
         setattr(result, _CELL, _Cell(value, uniform=True))
     elif getattr(result, _CELL, None) is None:
         base = _cell_of_memory(result, tensors)
+        # a view is known as long as the memory under it is
         valid = [True] if base is None else base.valid
         setattr(result, _CELL, _Cell(value, valid, uniform=True))
     return True
@@ -377,6 +385,7 @@ def _forget_written(
 
 def _cell_of_memory(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Cell | None:
     """The cell of the first of ``tensors`` that sees the same memory as ``tensor``."""
+    # a view has the storage of its base
     memory = tensor.untyped_storage()._cdata
     for candidate in tensors:
         if candidate.untyped_storage()._cdata == memory:

@@ -78,6 +78,7 @@ def renumbered(source: Mapping[str, str], ranks: Mapping[int, int]) -> dict[str,
     """
     new = dict(source)
     for key, texts in of_ranks(source).items():
+        # what a slice says of its own host goes with its rank
         new_texts = {ranks[rank]: text for rank, text in texts.items() if rank in ranks}
         del new[key]
         if new_texts:
@@ -119,6 +120,7 @@ class SliceStore:
         """
         check_writable(self.folder)  # now, not when the first slice is done
         self.folder.mkdir(parents=True, exist_ok=True)
+        # a folder of something else is left alone, also with --force
         strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
         if strange:
             names = ", ".join(sorted(strange)[:3])
@@ -166,8 +168,10 @@ class SliceStore:
             differences.append(f"a world of {programs.world}, not {self.world}")
         if not self.source:  # nothing is known of the job yet: its ranks compare themselves
             return differences
+        # older slices lack keys that have a default
         their_source = {**_DEFAULTS, **programs.source}
         for key, value in {**_DEFAULTS, **self.source}.items():
+            # facts of one rank, and what was assumed: alike in no two slices
             if key in (*OF_RANKS, WHAT_IF):
                 continue
             their_value = their_source.get(key)
@@ -234,9 +238,11 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     first = slices[0]
     store = SliceStore(Path(folder), first.world, first.source)
     for programs, path in zip(slices[1:], paths[1:], strict=True):
+        # all must be of the first one's job
         store.check(programs, path)
     captured = [programs.programs[0] for programs in slices]
     for program, path in zip(captured, paths, strict=True):
+        # a file that somebody has renamed or copied
         if store.path(program.rank).name != path.name:
             raise ProgramError(
                 f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
@@ -254,6 +260,7 @@ def assemble(folder: str | os.PathLike[str], *, partial: bool = False) -> Progra
     if text:
         source["alike"] = text
         indices = sorted(set(representative))
+        # places of those that stay, in the shorter list
         new_index = np.searchsorted(indices, np.array(representative))
         stand_ins = np.where(stand_ins < 0, stand_ins, new_index[stand_ins]).astype(np.int32)
         captured = [captured[index] for index in indices]
@@ -280,6 +287,7 @@ def _joined_source(slices: Sequence[Programs]) -> dict[str, str]:
     """What the slices say of their job; of ``OF_RANKS`` each slice has its own rank's."""
     source = dict[str, str]()
     for programs in slices:
+        # alike in all but what is of ranks, which follows
         source |= programs.source
     for key in OF_RANKS:
         texts = [programs.source[key] for programs in slices if key in programs.source]
@@ -309,6 +317,7 @@ def _alike(world: World, captured: Sequence[Program]) -> list[int]:
         kinds[kind].append(index)
     representative = list(range(len(captured)))
     for indices in kinds.values():
+        # it updates most parameters, so nobody needs more memory or time
         longest = max(indices, key=lambda index: (*_work(captured[index]), -index))
         for index in indices:
             representative[index] = longest
@@ -344,6 +353,7 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
     places = _places(world)
     missing = set[int]()
     for index, program in enumerate(captured):
+        # it makes no calls without a group
         if "default_pg" not in program.strings:
             continue
         ops = program.ops
@@ -352,6 +362,7 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
             in_ring &= places[axis] == places[axis][program.rank]
         group = program.strings.index("default_pg")
         messages = IS_PAIR[ops["name"]] & (ops["group"] == group)
+        # global ranks, as the group is that of all
         peers = (program.rank + np.unique(ops["peer"][messages])) % world.size
         if in_ring[peers].any():
             represented = in_ring & (of == index) & (ranks != program.rank)
@@ -390,6 +401,7 @@ def _check_gathers(
             if name not in members_of_group:
                 members_of_group[name] = _members(world, groups, name, program.rank)
             members = members_of_group[name]
+            # a group that nobody has named has no members here
             if len(sizes_of_members) != len(members):
                 continue
             # what each member's slice gives, against what this slice has got from the member
@@ -434,6 +446,7 @@ def _gathers(program: Program) -> dict[tuple[str, int], tuple[int, tuple[int, ..
     gathers_of_group = Counter[str]()
     for row in ops[is_uneven_gather]:
         name = program.strings[row["group"]]
+        # groups in which parameters are shared out
         if SHARED not in name:
             continue
         _, elements_of_members = program.splits[row["splits"]]
@@ -454,6 +467,7 @@ def stand_in_for(world: World, captured: Iterable[int], *, partial: bool = False
         shared = np.zeros(world.size, dtype=np.int32)
         for axis in AXES:
             shared += places[axis] == places[axis][rank]
+        # another stage runs another program
         shared[stage != stage[rank]] = -1
         shared[rank] = len(AXES) + 1  # a rank stands for itself
         better = shared > most_shared
@@ -496,6 +510,7 @@ def _opened(path: str | os.PathLike[str], partial: bool) -> Programs:
             return load(whole) if whole.exists() else assemble(place, partial=partial)
         with open(place, "rb") as file:  # once: it may be a pipe
             start = file.read(64)
+            # an archive: what prism writes
             if start.startswith(b"PK"):
                 return load(place)
             rest = b"" if b"\0" in start else file.read(_MOST_TEXT)  # nor is /dev/zero read whole

@@ -100,6 +100,7 @@ def train(recipe: Recipe, run: Run) -> Json:
         built = time.perf_counter()
         iterations = recipe.train_iters
         if run.options.capture is not None:
+            # the second iteration is recorded, which has the optimizer's states
             iterations = max(iterations, capture.least_steps(run.monitor.note, iterations))
             job.wanted = iterations
             # with other loads of the experts, in an iteration more
@@ -123,6 +124,7 @@ def build(recipe: Recipe, run: Run) -> RankJob:
             fix="install it, or use transformer_impl=local",
         )
     job_arguments.recipe = recipe
+    # another job in this process does not find it
     run.claims.callback(setattr, job_arguments, "recipe", None)
     dist.init_process_group()
     recipe = job_arguments.recipe  # a capture may have made its batch smaller
@@ -169,9 +171,11 @@ class RankJob:
             return functions if len(functions) > 1 else functions[0]
 
         config.grad_scale_func = self.optimizer.scale_loss
+        # gradients are reduced while later ones are computed
         if t.overlap_grad_reduce:
             config.no_sync_func = per_chunk("no_sync")
             config.grad_sync_func = per_chunk("start_grad_sync")
+        # kept: the first iteration runs without it
         self.param_sync = per_chunk("start_param_sync") if t.overlap_param_gather else None
         config.param_sync_func = self.param_sync
         config.finalize_model_grads_func = finalize_model_grads
@@ -203,6 +207,7 @@ class RankJob:
             losses = self.schedule()
             with monitor.phase("optimizer"), monitor.part("optimizer step"):
                 updated, grad_norm, _ = self.optimizer.step()
+            # shapes do not say whether a step was skipped
             updated = True if self.tier.name == "meta" else bool(updated)
             monitor.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
         if any(not math.isfinite(x) for x in self.monitor.iterations[-1].losses.values()):
@@ -225,6 +230,7 @@ class RankJob:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        # the schedule takes a list for several chunks, and one of each else
         data = self.batches if len(chunks) > 1 else self.batches[0]
         losses: list[Report] = get_forward_backward_func()(
             forward_step_func=self._forward_step,
@@ -244,6 +250,7 @@ class RankJob:
         recipe, monitor, tier, world = self.recipe, self.monitor, self.tier, current()
         assert world is not None
         assert self.before is not None
+        # which part of the model this rank has
         place = recipe.world.coordinates(world.rank)
         one_by_one = ["grouped GEMM: one expert after the other"] * (
             recipe.moe_grouped_gemm and not self.config.moe_grouped_gemm
@@ -289,6 +296,7 @@ def _layers(chunk: torch.nn.Module) -> int:
 
 def _loss(mask: torch.Tensor, output: torch.Tensor) -> Loss:
     """Sum of token losses, number of tokens, and both for the log, as pretrain_gpt's loss_func."""
+    # padding has no part in the loss
     total = torch.sum(output.view(-1).float() * mask.view(-1))
     tokens = mask.sum().to(torch.int)
     report = torch.cat([total.detach().view(1), tokens.view(1).to(total.dtype)])
@@ -316,10 +324,12 @@ def batches(recipe: Recipe, device: torch.device) -> Iterator[Batch]:
     if device.type == "meta":
         ids = torch.empty((size, len(keep)), dtype=torch.int64, device=device)
         mask = torch.empty((size, len(keep)), dtype=torch.float32, device=device)
+        # a batch of shapes, in new memory each time as a real one
         like = {"tokens": ids, "labels": ids, "positions": ids, "mask": mask}
         while True:
             yield {name: torch.empty_like(tensor) for name, tensor in like.items()}
     sample = _samples(recipe)
+    # replicas take turns in the order of samples
     number = parallel_state.get_data_parallel_rank() * size
     while True:
         rows = np.stack([sample(number + i) for i in range(size)])
@@ -343,6 +353,7 @@ def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
 
         return mock
     text = np.frombuffer(Path(recipe.data_path).read_bytes(), dtype=np.uint8).astype(np.int64)
+    # bytes are the tokens
     if len(text) <= tokens + 1 or text.max() >= vocabulary:
         raise RecipeError(
             f"{recipe.data_path} has {len(text):,} bytes up to value {text.max(initial=0)}; "
@@ -392,6 +403,7 @@ def refusals() -> Iterator[None]:
     except (AssertionError, ValueError, NotImplementedError) as error:
         words = re.sub(r"\s+", " ", str(error)).strip()
         if not words:
+            # where Megatron asserts it, in place of words
             last = traceback.extract_tb(error.__traceback__)[-1]
             inside = code_files.below_package("megatron", last.filename)
             file = code_files.without_environment(last.filename) if inside is None else inside
@@ -410,6 +422,7 @@ def configured(kind: type[T], recipe: Recipe, **defaults: object) -> T:
         values[FIELD.get(name, name)] = value
     settings = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        # Megatron's own default stays
         if field.name not in values:
             continue
         value = values[field.name]

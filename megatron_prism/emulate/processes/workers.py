@@ -104,11 +104,13 @@ class _Worker:
 
 def emitter() -> Emit | None:
     """How this process tells the one that started it as a worker; None: nobody did."""
+    # the pipe's number, which the parent has put there
     fd = os.environ.get(EVENTS)
     if fd is None:
         return None
     out = int(fd)
     with contextlib.suppress(OSError):
+        # children of the worker would keep the pipe open
         os.set_inheritable(out, False)
 
     def emit(kind: str, **fields: object) -> None:
@@ -145,6 +147,7 @@ def run(
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    # more at once take more memory than they save time
     num_workers = num_workers or min(len(os.sched_getaffinity(0)), 8)
     waiting, running = list(enumerate(tasks)), list[_Worker]()
     done: dict[int, Json] = {}  # place of a task -> its result
@@ -172,6 +175,7 @@ def run(
         try:
             ended: list[_Worker] = []
             while waiting or running or ended:
+                # fill the places that have become free
                 while waiting and len(running) < num_workers:
                     place, task = waiting.pop(0)
                     worker = _start(task, place, bar_of_task[place], noted, template)
@@ -181,6 +185,7 @@ def run(
                 # an estimate takes its time, in which other ranks run
                 if finished is not None:
                     _tell_all(finished, ended, done)
+                # wakes up also to see processes that ended without a word
                 for key, _ in selector.select(timeout=0.5 if running else 0):
                     _take(key.data, os.read(key.data.events, 1 << 16), bars)
                 ended = [worker for worker in running if worker.process.poll() is not None]
@@ -223,6 +228,7 @@ def _far(
     """
     if not running:
         return ""
+    # a job with few layers is no rank of the job
     whole = [place for place, task in enumerate(tasks) if not task.periods]
     num_done = sum(place in done for place in whole)
     now = []
@@ -238,6 +244,7 @@ def _far(
 def _environment() -> dict[str, str]:
     """Return the variables of a worker, less those of a launcher of this process."""
     environment = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
+    # ranks run side by side, so each has a core
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
 
@@ -273,6 +280,7 @@ def _start(
 
 def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
     """Act on the complete JSON lines that have arrived."""
+    # the last line may be cut: it waits for its rest
     *lines, worker.buffer = (worker.buffer + chunk).split(b"\n")
     for line in lines:
         event = json.loads(line)
@@ -303,6 +311,7 @@ def _finish(worker: _Worker, bars: Progress) -> Json:
     with worker.printed as file:
         file.seek(0)
         log = file.read()
+    # a result counts from a process that ended well alone
     if worker.result is not None and status == 0:
         bars.update(worker.bar, completed=1, total=1, what="done")
         return worker.result
@@ -315,16 +324,19 @@ def _finish(worker: _Worker, bars: Progress) -> Json:
         task.log.write_bytes(log)
         where = f"; all that it printed is in {task.log}"
     if failure.get("kind") == "error":
+        # bad usage: nothing of the output helps
         if task.log is not None and failure["exit_code"] == 2:
             task.log.unlink()  # the message says it all
         error = PrismError(f"rank {task.rank}: {failure['message']}", fix=failure["fix"])
         error.exit_code = failure["exit_code"]
         raise error
+    # the traceback, else the end of the output
     end = failure.get("trace") or log.decode(errors="replace")[-2000:]
     message = failure.get("message") or f"its process ended with status {status}"
     fix = "report this as a bug"
     if task.log:
         fix = f"look at {task.log}"
+    # as the kernel does where memory runs out
     if status == -signal.SIGKILL:
         fix = "if memory ran out, run fewer ranks at once or one alone; " + fix
     raise NotTrainedError(f"rank {task.rank} failed: {message}{where}\n{end}", fix=fix)
@@ -351,6 +363,7 @@ def capture_world(
     """
     results: list[Said] = []
     recorded_ranks = set(store.ranks())
+    # an interrupted capture goes on here
     missing = tuple(rank for rank in ranks if rank not in recorded_ranks)
     if len(missing) < len(ranks):
         console.print(f"  {'kept':<20} {counted(len(ranks) - len(missing), 'slice')} there already")

@@ -53,6 +53,7 @@ def run_script(argv: Sequence[str]) -> int:
     Flags before the script are ours; ``--prism-emulate`` is implied.
     """
     leading, line = split_line(argv, flags.alone())
+    # our flags of the line's launchers and the script behind them
     inner, job = job_of(line, leading)
     if not job:
         raise UsageError(
@@ -67,6 +68,7 @@ def run_script(argv: Sequence[str]) -> int:
         script, *words = job
         place = str(Path(script).resolve().parent)
     words = [*leading, *inner, *words]
+    # prism run implies it
     if "--prism-emulate" not in words:
         words.insert(0, "--prism-emulate")
     session = Session()  # open until the process ends
@@ -87,6 +89,7 @@ def run_script(argv: Sequence[str]) -> int:
         raise
     except BaseException as error:
         exit_status.note(1)
+        # the process that started this worker prints it, with its fix
         if isinstance(error, PrismError):
             exit_status.tell_parent(error)
         raise
@@ -109,6 +112,7 @@ def attach_from_command_line(session: Session | None = None) -> None:
     try:
         options = flags.from_command_line(sys.argv[1:])
         if options is not None and exit_status.is_worker():
+            # a process of multiprocessing has the job's command line, and is no rank
             options = flags.of_worker(options)
         if options is not None and options.one_by_one:
             _capture_one_by_one(options)
@@ -122,6 +126,7 @@ def attach_from_command_line(session: Session | None = None) -> None:
                 fix="PRISM_ARGS='--prism-emulate …' in the environment, or sys.argv left alone",
             )
     except PrismError as error:
+        # of several processes of a launcher one says it, where no rank is known
         if options is not None or launchers.is_first(os.environ):
             exit_status.report(error)
         raise SystemExit(error.exit_code) from None
@@ -157,12 +162,14 @@ def _quieten(session: Session) -> None:
     """Leave out Megatron's warnings of libraries that this host lacks, and its lists of every
     bucket's parameters (their number stays).
     """
+    # filters are put back as they were when the session ends
     before = list(warnings.filters)
     session.changes.on_undo(lambda: warnings.filters.__setitem__(slice(None), before))  # type: ignore[index]
     for pattern in _OF_THIS_HOST:
         warnings.filterwarnings("ignore", message=pattern)
 
     def first_line(record: logging.LogRecord) -> bool:
+        # the first line has the number of parameters, the others their names
         record.msg, record.args = record.getMessage().partition("\n")[0], ()
         return True
 
@@ -173,6 +180,7 @@ def _quieten(session: Session) -> None:
 def _check_version() -> str:
     """The release of the megatron.core that is imported; an untested one warns by name."""
     release = megatron_release()
+    # it may work: patches whose targets are missing are refused by themselves
     if release not in TESTED and release != UNKNOWN:
         warnings.warn(
             f"megatron-core {release} was never tested with megatron_prism "
