@@ -91,6 +91,7 @@ def _named(name: str, texts: Iterable[str]) -> list[_Row]:
     """Return rows of which the first has the name."""
     rows: list[_Row] = []
     for text in texts:
+        # the rows below the first continue it
         rows.append(_Row("" if rows else name, text))
     return rows
 
@@ -121,6 +122,7 @@ def _source_rows(metrics: Metrics, verbose: bool) -> list[_Row]:
     what_if = source.pop("what-if", None)
     texts: list[str] = []
     for key, text in source.items():
+        # settings are long, and are asked for with -v
         if verbose or key not in _DETAILS:
             texts.append(f"{key} {text}")
     rows = [_Row("slices", "; ".join(texts) or "do not say where they are from")]
@@ -132,6 +134,7 @@ def _source_rows(metrics: Metrics, verbose: bool) -> list[_Row]:
 def _iteration_rows(metrics: Metrics) -> list[_Row]:
     """Say how long the iteration is, and between which bounds it lies."""
     rows = [_Row("iteration", f"{metrics.headline.text}  ({_basis(metrics)})")]
+    # a machine that is measured throughout has no range
     if metrics.high_ns > metrics.low_ns:
         text = f"{format_ns(metrics.low_ns)} and {format_ns(metrics.high_ns)}, nine times in ten"
         if metrics.uncertainties:
@@ -185,6 +188,7 @@ def _clocks(source: Mapping[str, str]) -> list[str]:
     by_clock = sorted(states_of(source).items(), key=lambda item: item[1].mhz)
     if not by_clock:
         return []
+    # one entry where all ranks ran at one clock
     extremes = dict([by_clock[0], by_clock[-1]])
     texts: list[str] = []
     for rank, state in extremes.items():
@@ -227,6 +231,7 @@ def shares_of_kinds(metrics: Metrics) -> str:
     """Say what the critical path rests on: ``80 % measured, 20 % modelled``."""
     ns_of_kind: dict[str, float] = {}
     for source in metrics.sources:
+        # measured, modelled, assumed: what stands before the colon
         kind, _, _ = source.text.partition(":")
         if source.text.endswith("(cpu)"):
             kind += " on a CPU"
@@ -242,6 +247,7 @@ def shares_of_kinds(metrics: Metrics) -> str:
 def _basis(metrics: Metrics) -> str:
     """Say what the iteration's time rests on."""
     shares = shares_of_kinds(metrics)
+    # a path without time rests on nothing
     if not any(source.path_ns for source in metrics.sources):
         return shares
     hosts = "hosts as late as in the slices"
@@ -272,6 +278,7 @@ class _Unit:
         """Write a time without the unit."""
         if not ns:
             return "0"
+        # a nanosecond has no parts
         return f"{ns / self.ns:,.2f}" if self.ns > 1 else f"{ns:,}"
 
 
@@ -381,6 +388,7 @@ def _sources(metrics: Metrics, verbose: bool) -> str:
     """Say what times rest on: shares first, and what the data are based on once, below."""
     if not metrics.sources:
         return ""
+    # 1: nothing takes time, and each share is 0
     total_ns = sum(source.path_ns for source in metrics.sources) or 1
     lines = ["where the times are from (share of the critical path)"]
     details: list[str] = []
@@ -413,6 +421,7 @@ def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
     rows = timeline.graph.program_list[index].ops[spans["op"]]
     codes = rows["phase"].astype(np.int64)
     for name in ("microbatch", "chunk"):
+        # -1 (none) becomes 0, so that each column has its own digits
         column = rows[name].astype(np.int64)
         codes = codes * (int(column.max(initial=0)) + 2) + column + 1
     return np.asarray(codes)
@@ -443,6 +452,7 @@ def merge(spans: np.ndarray, codes: np.ndarray, epsilon: int) -> np.ndarray:
     ready = spans["ready"][short]
     lane = spans["lane"][short]
     order = short[np.lexsort((ready, ready // epsilon, codes[short], lane))]
+    # neighbours with equal keys are merged
     keys = np.stack([spans["lane"][order], codes[order], spans["ready"][order] // epsilon])
     differs = (np.diff(keys, axis=1) != 0).any(axis=0)
     begin = np.flatnonzero(np.append(True, differs)[: len(order)])
@@ -476,6 +486,7 @@ def path_rows(timeline: Timeline) -> list[_PathRow]:
     for owner, number, start, end, _ in timeline.critical_path():
         # a call is of all its members
         if owner < 0:
+            # the class that the path came from, if it takes part; else the first
             members = [index for index, _ in matched_calls.members(number)]
             owner = members[0]
             if rows and rows[-1].owner in members:
@@ -607,6 +618,7 @@ class _Names:
             is_on_lane = lanes == lane
             on_lane = merged[is_on_lane]
             counts: list[int] = []
+            # no column where each stands for itself
             if (on_lane["count"] > 1).any():
                 counts = on_lane["count"].tolist()
             value: Data = {

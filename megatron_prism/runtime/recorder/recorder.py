@@ -147,6 +147,7 @@ class Recorder(CallListener, TrainingListener):
 
     def own_ns(self, probes: int = 200) -> int:
         """What recording adds to the host's time for a segment behind a call; CUDA only."""
+        # calls that do nothing, so that recording alone takes time
         done = CompletedWork()
         self.start(quick=True)
         for _ in range(probes):
@@ -305,6 +306,7 @@ class Recorder(CallListener, TrainingListener):
     def _stream(self, stream: object = None) -> str:
         """``main`` for the default stream, ``s1``, ``s2`` … for the others, by first use."""
         stream = torch.cuda.current_stream() if stream is None else stream
+        # 0: the default stream, and that of tiers without a device
         number = getattr(stream, "cuda_stream", 0)
         if number == 0:
             return "main"
@@ -330,6 +332,7 @@ class Recorder(CallListener, TrainingListener):
             return self.clock.call(answer, group, args, kwargs)
         self._enter()
         try:
+            # the index of the op, which waits name
             handle = len(self._builder)
             self._batched = self._batch >= 0
             if self._quick:
@@ -343,6 +346,7 @@ class Recorder(CallListener, TrainingListener):
             work = answer(group, *args, **kwargs)
         finally:
             self._leave()
+        # whoever waits for it tells the recorder
         return work if work is None else RecordedWork(self, handle, work)
 
     def unrecorded(self, answer: Callable[[], None]) -> None:
@@ -360,6 +364,7 @@ class Recorder(CallListener, TrainingListener):
         """The current stream waits for ``handle``; torch's own wait ends a call in order."""
         if not self.active or self._inside:
             return
+        # torch waits itself in calls that are not asynchronous
         if code.co_filename == c10d.__file__ and code.co_name != "wait":
             if not self._quick:
                 self._builder.settle(handle)
@@ -375,6 +380,7 @@ class Recorder(CallListener, TrainingListener):
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """What is issued inside is one call to NCCL."""
+        # a batch inside a batch is part of the outer one
         if self._batch >= 0:
             yield
             return
@@ -391,6 +397,7 @@ class Recorder(CallListener, TrainingListener):
         self.cut()
         assert self.meter is not None
         self.meter.take()
+        # put aside: the graph is recorded as a program of its own
         self._outside = {name: getattr(self, name) for name in _OF_GRAPH}
         vars(self).update(zip(_OF_GRAPH, (Builder(), {}, [], {}, -1, True), strict=True))
         self._open()
@@ -426,6 +433,7 @@ class Recorder(CallListener, TrainingListener):
             host = KERNEL_NS
         for op in ops:
             fields: dict[str, Any] = {**vars(op), "host": host, "lead": host, **self._labels}
+            # the graph's own stream is that on which it is launched
             if op.stream == "main":
                 fields["stream"] = own_stream
             if op.handle >= 0:
@@ -435,6 +443,7 @@ class Recorder(CallListener, TrainingListener):
                 self._num_batches = max(self._num_batches, fields["batch"])
             self._builder.add(**fields)
             self._trace.append(op.name)
+            # the first op has the launch, the others nothing
             host = min(host, 0)
         self._leave()
 
@@ -448,6 +457,7 @@ class Recorder(CallListener, TrainingListener):
         heard = self.active and not self._inside
         if heard:
             self._enter()
+            # a wait for the event names this op
             self._events[event] = len(self._builder)
             self._add("record", on=stream, handle=self._events[event])
             self._leave()
@@ -589,6 +599,7 @@ class Fields(TypedDict, total=False):
 def details(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Fields:
     """The fields of an op from the arguments of the c10d call."""
     ins, outs = arguments(op, args)
+    # one tensor says the type of all
     tensor = next(iter(ins or outs), None)
     fields: Fields = {}
     if tensor is not None:
@@ -596,6 +607,7 @@ def details(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Fields:
         fields["num_in"] = sum(t.numel() for t in ins) if ins else -1
         fields["num_out"] = sum(t.numel() for t in outs) if outs else -1
         fields["shape"] = _shapes(ins or outs)
+    # c10d's last argument, where it is not named
     opts = kwargs.get("opts", args[-1] if args else None)
     if op in ("all_reduce", "reduce_scatter", "reduce"):
         fields["reduce"] = reduce_op_name(opts.reduceOp) if hasattr(opts, "reduceOp") else "sum"
@@ -622,6 +634,7 @@ def _splits(group: PrismGroup, args: Args) -> Splits | None:
     """(rows to, rows from) every member where they are facts: mirrored peers send what we send, and
     that is nobody's split.
     """
+    # real members' sizes, or balanced ones that are known without values
     sizes_count = not group.has_virtual or group.world.shapes_only
     if len(args) < 4 or not sizes_count or not (len(args[2]) and len(args[3])):
         return None
@@ -636,6 +649,7 @@ def _uneven(group: PrismGroup, args: Args) -> Splits | None:
     lists, shards = args[0], args[1]
     if group.has_virtual and SHARED not in group.desc:
         return None
+    # one list of outputs, of a size for each member
     if torch.is_tensor(lists) or len(lists) != 1 or torch.is_tensor(lists[0]):
         return None
     sizes = tuple(out.numel() for out in lists[0])

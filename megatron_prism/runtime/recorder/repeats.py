@@ -211,6 +211,7 @@ class Repeats:
         self._last = microbatches - 1
         self._first_storage = self._live.count
         self.sections.reset()
+        # what ran without being recorded has no ops to write down again
         if not self._recorded:
             self._forwards.clear()
             self._backwards.clear()
@@ -251,11 +252,13 @@ class Repeats:
 
         # as the second microbatch, unless it is the first or the last
         if pattern is not None and 0 < number < self._last:
+            # the model keeps its input, as if it had run
             give(inputs if isinstance(inputs, list) else [inputs])
             own = self._live.reserve(pattern.born[1] - pattern.born[0])
             turns = loads.turns_since(pattern.begin.turns, pattern.end.turns)
             self._written[key] = own, turns
             moved = _Moved(pattern.given, self._numbers(inputs), {pattern.born: own})
+            # the graph behind them stays as long as what the model holds
             tensors = _tensors(inputs)
             frees = [*self._replace(key, pattern, own, tensors, is_forward=True)]
             self._write(pattern, number, moved, turns, frees)
@@ -268,6 +271,7 @@ class Repeats:
         before, input_storages = len(stored), self._numbers(inputs)
         begin, watch = self._mark(), self._watch(model)
         result = run()
+        # what it leaves: its result, and what it has reported
         left = (result, stored[before:], ())
         step = self._lone_step(begin, input_storages, left, watch.finish(), model)
         if step is not None:
@@ -313,8 +317,10 @@ class Repeats:
         pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
         if pattern is None:
             raise NotRepeatedError
+        # storages of its forward are those that this microbatch's would have made
         of_forward, turns = self._written.pop(key)
         own = self._live.reserve(pattern.born[1] - pattern.born[0])
+        # numbers of the steps that ran -> those of this microbatch
         spans = {forward.born: of_forward, pattern.born: own}
         moved = _Moved(pattern.given, self._numbers(inputs, forward_outputs), spans)
         frees = [
@@ -343,6 +349,7 @@ class Repeats:
         history = live.history
         counts = len(history), history.launches, live.count, cuda_graphs.replays
         world = current()
+        # without a world there is no traffic to count
         calls = TrafficCounter() if world is None else world.tally.copy()
         return _Mark(recorded, *counts, calls, loads.turns())
 
@@ -383,6 +390,7 @@ class Repeats:
             chunk: Of a backward its chunk.
         """
         end, recorder = self._mark(), self._recording
+        # a graph was launched, or the model holds something that cannot be followed
         if end.replays > begin.replays or gone is None:
             return None
         part: Part = ([], [], [], [])
@@ -400,6 +408,7 @@ class Repeats:
         # a forward without a graph is run again in its backward, which replaces them once more
         if any(_lacks_graph(storage.held) for storage in replaced):
             return None
+        # what it leaves must not be what the model goes on holding
         held = {storage.held.number for storage in replaced}
         if held & {*input_storages, *_outlined(outlines)}:
             return None
@@ -426,6 +435,7 @@ class Repeats:
             replaced=tuple(replaced),
             released=tuple(released),
         )
+        # it waits for a handle of another step, or the host waited
         if not step.is_closed() or (history[:1, 0] == WAITED).any():
             return None
         if not _touches_own(step, input_storages, forward):
@@ -444,6 +454,7 @@ class Repeats:
 
     def _holds_given(self, stand_in: StandIn, input_storages: Sequence[int]) -> bool:
         """Whether a model holds a step's input where the stand-in was: each step hands it over."""
+        # all holders have the same storage
         tensor = stand_in.held.holders[0].tensor
         counted = self._live.counted(tensor) if isinstance(tensor, torch.Tensor) else None
         return counted is not None and counted[0] in input_storages
@@ -454,6 +465,7 @@ class Repeats:
         """Return what has taken the place of what the model held; None if nothing has, or a
         storage of another size.
         """
+        # what the step itself made and the model holds now, by where it holds it
         successors = {held.places: held for held in find(model, self._live, begin.storages)}
         replaced: list[_Replaced] = []
         for stand_in in gone:
@@ -494,6 +506,7 @@ class Repeats:
         for replaced in step.replaced:
             held = replaced.held
             tensor = held.holders[0].tensor
+            # a subclass, which a plain tensor cannot stand for
             if type(tensor) is not torch.Tensor:
                 raise NotRepeatedError
             known_tensor: _Kept | None = vars(tensor).get(_KEPT)
@@ -508,6 +521,7 @@ class Repeats:
 
             # of a step that ran: its graph holds it, or nothing else did
             if known_tensor is None and is_forward and not before_is_done:
+                # it did not go when the model let go of it: its graph holds it, too
                 is_held = all(storage != number for storage, _ in went)
                 new_tensor.in_graph = self._in_graph[chunk, held.places] = is_held
                 self._count(replaced, new_tensor)
@@ -564,6 +578,7 @@ class Repeats:
         held = replaced.held
         tensor = held.holders[0].tensor
         assert isinstance(tensor, torch.Tensor)
+        # of what both hold, the graph's end is the one that counts
         counts = self._live.counted(tensor) is not None
         if new_tensor.in_graph and counts:
             self._live.forget(tensor)
@@ -587,6 +602,7 @@ class Repeats:
             NotRepeatedError: A storage goes whose place in the step is not known.
         """
         chunk, _ = key
+        # each storage that the forward's graph holds has to go in its backward
         released_places = {released.replaced.held.places for released in backward.released}
         for replaced in forward.replaced:
             places = replaced.held.places
@@ -625,8 +641,10 @@ class Repeats:
         assert self._live.history is not None
         begin, end, history = step.begin, step.end, step.history.copy()
         history[:, 0] = moved(history[:, 0])
+        # launches count from the start of the process
         launches = self._live.history.launches - begin.launches
         history[:, 3] += launches
+        # ends of what the model held stand where they stood in the step that ran
         in_order = sorted(frees, key=lambda free: free.end.history)
         if in_order:
             places = [free.end.history for free in in_order]
@@ -644,6 +662,7 @@ class Repeats:
             return
         rows, memory, streams, trace = step.part
         ops_before, changes_before, _, batches_before = recorder.position()
+        # ops, storages and batches move on by what was recorded since
         shift = ops_before - begin.recorded[0]
         batches = batches_before - begin.recorded[3]
         moved_rows = []
@@ -671,6 +690,7 @@ class Repeats:
             for row, storage in zip(memory, storages, strict=True)
         ]
         streams = [*streams]
+        # from behind, so that places in front stay what they are
         for free in reversed(in_order):
             place = free.end.memory
             memory.insert(place, (free.end.ops + shift, free.number, -free.num_bytes, 0))
@@ -691,6 +711,7 @@ class Repeats:
                     continue
                 number = moved.number(outline.storage)
                 before = values[place]
+                # the step has put another tensor there
                 if number != self._live.number_of(before):
                     self._live.forget(before)
                     values[place] = self._alike(outline, moved, [before])
@@ -708,6 +729,7 @@ class Repeats:
     ) -> torch.Tensor:
         number = moved.number(outline.storage)
         with _disable_current_modes():
+            # its backward hands gradients on to what it was made from
             if made_from and outline.requires_grad:
                 tensor = _Made.apply(partial(self._live.adopt, outline, number), *made_from)
             else:
@@ -735,6 +757,7 @@ class _Ends:
         """
         rows, memory, streams, trace = part
         self._begin = begin
+        # rows that let one of them go
         is_end = np.isin(history[:, 0], list(ended)) & (history[:, 1] < 0)
         self._in_history = np.flatnonzero(is_end)
         self.history = history[~is_end]
@@ -777,6 +800,7 @@ def _touches_own(step: _Step, input_storages: Sequence[int], forward: _Step | No
     to it; numbers below 0 are the model's.
     """
     touched = step.history[:, 0]
+    # given to it, or the model's own
     own = np.isin(touched, input_storages) | (touched < 0)
     for partner in (step, forward):
         if partner is not None:
@@ -958,12 +982,14 @@ class Sections:
             recorded = self._recorder.stop().builder
         finally:
             positions, self._told = self._told, None
+        # the other stage made other calls, or left some out
         if recorded is None or positions.keys() != self._known.keys():
             raise NotRepeatedError
         return recorded.build(rank, memory=False)
 
     def _again(self, key: CallKey) -> StepValue:
         section = self._known.get(key)
+        # no such call ran, or it is told a second time
         if section is None or key in (self._told or ()):
             raise NotRepeatedError
         assert self._told is not None
@@ -977,6 +1003,7 @@ class Sections:
             handle = self._moved(row[_HANDLE])
             batch = row[_BATCH] if row[_BATCH] < 0 else row[_BATCH] - section.batches + batches
             rows.append((*row[:_HANDLE], handle, batch, *row[_BATCH + 1 :]))
+        # batches that these ops take
         used = {row[_BATCH] for row in rows if row[_BATCH] >= 0}
         self._recorder.repeat((rows, [], [], []), len(used))
         return each_tensor(section.result, _Like.empty, _Like)
@@ -986,6 +1013,7 @@ class Sections:
         if handle < 0:
             return handle
         assert self._told is not None
+        # the section in which the handle was opened
         at = bisect_right(self._firsts, handle) - 1
         key, section = self._in_order[at] if at >= 0 else (None, None)
         if section is None or handle >= section.behind or key not in self._told:
