@@ -1,13 +1,14 @@
 """Ops of lengths between captured ones.
 
-In : the ops of one place in captures of several lengths.  Out: the op of another length, its sizes
-on the straight line through the two captures next to it, without times.
+In : the ops of one place in captures of several lengths.  Out: the op of another length, without
+times.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -
         length: Tokens of a sample.
 
     Raises:
-        ProgramError: Its sizes are on no straight line, or no whole numbers there.
+        ProgramError: Its sizes are on no straight line or parabola, or no whole numbers there.
     """
     lower, upper = lengths_around(sorted(ops_of_length), length)
     sizes_in: dict[int, int] = {}
@@ -42,8 +43,8 @@ def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -
     shape = _shape_between(op.shape, upper_op.shape, length - lower, upper - lower)
     if num_in is None or num_out is None:
         raise ProgramError(
-            f"the size of {op.name} in {op.group} @{op.site} follows lengths on no straight line, "
-            f"so it is not known for {length} tokens",
+            f"the size of {op.name} in {op.group} @{op.site} follows lengths on no line or "
+            f"parabola, so it is not known for {length} tokens",
             fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
         )
     return dataclasses.replace(
@@ -67,7 +68,7 @@ def op_between(ops_of_length: Mapping[int, list[Op]], place: int, length: int) -
 def _on_line(
     sizes: Mapping[int, int], lower: int, upper: int, length: int, *, is_rounded: bool
 ) -> int | None:
-    """Find the size at a length on the straight line through two captures.
+    """Find the size at a length from sizes at captured lengths.
 
     Args:
         sizes: Tokens of a sample -> the size in that capture.
@@ -77,25 +78,35 @@ def _on_line(
         is_rounded: Whether captured sizes are rounded, so that they need not be on the line.
 
     Returns:
-        None: another capture is beside the line, or the size is no whole number.
+        The size on the straight line through the captures below and above, or on the parabola
+        through them and 0 (masks are as long as they are wide).  None: another capture is beside
+        both, or the size is no whole number.
     """
-    lower_size = sizes[lower]
-    rise = sizes[upper] - lower_size
-    run = upper - lower
+    rise = sizes[upper] - sizes[lower]
+    slope = Fraction(rise, upper - lower)
     if is_rounded:
-        return lower_size + round(rise * (length - lower) / run)
-    for captured, size in sizes.items():
-        own_rise = size - lower_size
-        own_run = captured - lower
-        on_line = rise * own_run
-        if own_rise * run != on_line:
+        return sizes[lower] + round(slope * (length - lower))
+
+    def on_line(tokens: int) -> Fraction:
+        return sizes[lower] + slope * (tokens - lower)
+
+    # size = (bend * tokens + lean) * tokens
+    bend = (Fraction(sizes[upper], upper) - Fraction(sizes[lower], lower)) / (upper - lower)
+    lean = Fraction(sizes[lower], lower) - bend * lower
+
+    def on_parabola(tokens: int) -> Fraction:
+        return (bend * tokens + lean) * tokens
+
+    curve = on_line
+    if any(on_line(captured) != size for captured, size in sizes.items()):
+        curve = on_parabola
+        # two captures are on many curves
+        if any(on_parabola(captured) != size for captured, size in sizes.items()):
             return None
-    own_run = length - lower
-    on_line = rise * own_run
-    own_rise, rest = divmod(on_line, run)
-    if rest:
+    own_size = curve(length)
+    if own_size.denominator > 1:
         return None
-    return lower_size + own_rise
+    return int(own_size)
 
 
 def _shape_between(lower: str, upper: str, part: int, whole: int) -> str:

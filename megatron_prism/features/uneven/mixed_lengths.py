@@ -11,7 +11,9 @@ of.  Without ``variable_seq_lengths`` a stage receives tensors of ``--seq-length
 (core/pipeline_parallel/schedules.py:1946 get_tensor_shapes @0.16.1); with it, the shape goes ahead
 (p2p_communication.py:165 _communicate_shapes).  The counts of an all-to-all follow what other ranks
 send, since dispatchers exchange them first (core/transformer/moe/token_dispatcher.py), so they are
-left out; ``expert_dispatch`` has the rules of the flex dispatcher.
+left out; ``expert_dispatch`` has the rules of the flex dispatcher.  Of a tensor-parallel group the
+first rank broadcasts the batch, and the others receive it into tensors of ``--seq-length``
+(core/utils.py:2167 get_batch_on_this_tp_rank @0.19.2, training/utils.py:517 @0.16.1).
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ _ALIKE = (
     "handle",
 )
 _ALIKE_TEXTS = ("group", "stream")
+_BATCH_FILES = ("core/utils.py", "training/utils.py")  # of get_batch_on_this_tp_rank
 _FIX = "capture the job at one length for each of these ranks: programs=RANKS:DIR"
 
 
@@ -147,6 +150,7 @@ class LengthCaptures:
                 fix=f"prism capture … seq_length={length} -o DIR, then capture=DIR",
             )
         mixed: list[Program] = []
+        receiving: list[Program] = []
         for number, base in enumerate(self.captured.programs):
             # a length between captures needs all of them
             programs = {
@@ -156,7 +160,27 @@ class LengthCaptures:
             }
             mixed_program = self._mixed(base, programs, wanted)
             mixed.append(mixed_program)
-        return dataclasses.replace(self.captured, programs=tuple(mixed))
+            receiving.append(self._receiving_batches(mixed_program, base))
+        # without broadcast batches all ranks of a class do the same
+        if all(program is mixed[number] for number, program in enumerate(receiving)):
+            return dataclasses.replace(self.captured, programs=tuple(mixed))
+        program_of = self.captured.program_of + len(mixed)
+        roots = self.captured.world.matching(tp=0)
+        program_of[roots] = self.captured.program_of[roots]
+        all_programs = (*mixed, *receiving)
+        return dataclasses.replace(self.captured, programs=all_programs, program_of=program_of)
+
+    def _receiving_batches(self, mixed: Program, base: Program) -> Program:
+        """Make the program of ranks that receive broadcast batches; the same if there are none."""
+        mixed_ops = list(mixed)
+        ops = mixed_ops.copy()
+        for place in np.flatnonzero(base.ops["name"] == CODE["broadcast"]).tolist():
+            own_op = self._ops(base)[place]
+            if is_batch(own_op):
+                ops[place] = own_op
+        if ops == mixed_ops:
+            return mixed
+        return Program.from_ops(base.rank, ops)
 
     def check_aligned(self) -> None:
         """Raise ProgramError unless all captures do the same ops, of any sizes."""
@@ -252,6 +276,16 @@ class LengthCaptures:
                 op = dataclasses.replace(op, splits=None)
             ops.append(op)
         return Program.from_ops(base.rank, ops)
+
+
+def is_batch(op: Op) -> bool:
+    """Whether a call broadcasts a part of the batch that others expect to have --seq-length.
+
+    What describes packed documents (int32) has a size that is sent ahead.
+    """
+    if op.name != "broadcast" or op.phase != "forward" or op.dtype == "int32":
+        return False
+    return op.site.startswith(_BATCH_FILES)
 
 
 def sequence_length(programs: Programs) -> int:

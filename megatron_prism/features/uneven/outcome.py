@@ -245,6 +245,11 @@ def advice(sources: Sources, outcome: Outcome, inputs: Sequence[UnevenInput]) ->
             "get_tensor_shapes): variable_seq_lengths of the model's configuration, which no flag "
             "of Megatron sets, sends the shape ahead"
         )
+    if is_of_lengths and "broadcast" in finding.picture and finding.group.startswith("TENSOR"):
+        return (
+            "get_batch_on_this_tp_rank receives batches of --seq-length: pad samples to it, or use "
+            "broadcast_data (core/tensor_parallel/data.py), which sends their sizes ahead"
+        )
     captures = sources.lengths
     if captures is not None and captures.dispatch_rule is DispatchRule.EQUAL:
         return (

@@ -1,5 +1,6 @@
 """Inputs that differ between ranks, on programs by hand."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,16 +10,18 @@ from helpers.uneven_worlds import HIDDEN, WORLD, of_microbatches, pipeline, some
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.programs.program_text import dump
 from megatron_prism.core.world import World
+from megatron_prism.features.uneven.between_lengths import op_between
 from megatron_prism.features.uneven.inputs import (
     InputKind,
     UnevenInput,
     read_lengths_file,
 )
-from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
+from megatron_prism.features.uneven.mixed_lengths import LengthCaptures, is_batch
 from megatron_prism.features.uneven.outcome import examine
 from megatron_prism.features.uneven.rank_programs import apply_inputs
 
@@ -142,6 +145,70 @@ def test_segments_come_from_the_capture_of_their_length():
 def test_what_cannot_be_mixed_is_refused(others, wanted, says):
     with pytest.raises(ProgramError, match=says):
         LengthCaptures(pipeline(8), others).programs_of(wanted)
+
+
+def tensor_parallel(length, *, site="core/utils.py:2184", dtype="int64"):
+    """Two tensor-parallel ranks of two replicas; the first one broadcasts batches and masks."""
+    ops = []
+    for microbatch in range(2):
+        step = {"phase": "forward", "microbatch": microbatch}
+        ops.append(Op("broadcast", TP, dtype, length, length, root=0, site=site, **step))
+        mask = length * length + length
+        ops.append(Op("broadcast", TP, "bool", mask, mask, root=0, site=site, **step))
+        ops.append(Op("compute", ns=length, **step))
+    line = job_settings.as_text({"seq_length": str(length)})
+    program = Program.from_ops(0, ops)
+    all_ranks = np.zeros(4, dtype=np.int32)
+    world = World(4, tp=2)
+    return Programs(world, (program,), all_ranks, source={"settings": line}, path=f"t{length}")
+
+
+def outcome_of_batches(length, **options):
+    captured = tensor_parallel(8, **options)
+    others = [tensor_parallel(other, **options) for other in (2, 4)]
+    lengths = LengthCaptures(captured, others)
+    short = some(f"lengths=dp=1:8,{length}", captured.world)
+    return examine(sources(captured=captured, lengths=lengths), [short])
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_batches_are_received_in_the_length_of_the_flag(length):
+    outcome = outcome_of_batches(length)
+    finding = outcome.findings[0]
+    assert (finding.kind, finding.group, finding.ranks) == ("shape", TP, (2, 3))
+    assert f"{length} elements on rank 2, 8 elements on rank 3" in finding.likely
+    assert "broadcast_data" in outcome.advice
+
+
+@pytest.mark.parametrize(
+    "options", [{"site": "core/tensor_parallel/data.py:95"}, {"site": "train.py:7"}]
+)
+def test_batches_whose_sizes_go_ahead_have_any_length(options):
+    assert outcome_of_batches(5, **options).verdict == "matched"
+
+
+def test_descriptions_of_packed_documents_have_any_length():
+    batch = Op("broadcast", TP, "int64", 8, 8, site="core/utils.py:1", phase="forward")
+    documents = dataclasses.replace(batch, dtype="int32")
+    backward = dataclasses.replace(batch, phase="backward")
+    assert [is_batch(op) for op in (batch, documents, backward)] == [True, False, False]
+
+
+def test_sizes_between_captures_are_on_a_line_or_on_a_parabola_with_zero():
+    def sizes_at(sizes, length):
+        ops = {
+            captured: [Op("broadcast", TP, "bool", size, size)] for captured, size in sizes.items()
+        }
+        return op_between(ops, 0, length).num_in
+
+    assert sizes_at({2: 5, 4: 9, 8: 17}, 6) == 13
+    # 3 L^2 + L
+    assert sizes_at({2: 14, 4: 52, 8: 200}, 6) == 114
+    # two captures are on a line
+    assert sizes_at({2: 14, 8: 200}, 6) == 138
+    for sizes in ({2: 14, 4: 52, 8: 201}, {2: 4, 4: 16, 8: 65}):
+        with pytest.raises(ProgramError, match="on no line or parabola"):
+            sizes_at(sizes, 6)
 
 
 def test_a_call_of_no_microbatch_that_depends_on_the_length_is_refused():
