@@ -82,31 +82,37 @@ def _on_line(
         through them and 0 (masks are as long as they are wide).  None: another capture is beside
         both, or the size is no whole number.
     """
-    rise = sizes[upper] - sizes[lower]
-    slope = Fraction(rise, upper - lower)
-    if is_rounded:
-        return sizes[lower] + round(slope * (length - lower))
+    lower_size = sizes[lower]
+    upper_size = sizes[upper]
+    run = upper - lower
+    slope = Fraction(upper_size - lower_size, run)
 
     def on_line(tokens: int) -> Fraction:
-        return sizes[lower] + slope * (tokens - lower)
+        beyond = tokens - lower
+        return lower_size + slope * beyond
+
+    if is_rounded:
+        return round(on_line(length))
 
     # size = (bend * tokens + lean) * tokens
-    bend = (Fraction(sizes[upper], upper) - Fraction(sizes[lower], lower)) / (upper - lower)
-    lean = Fraction(sizes[lower], lower) - bend * lower
+    lower_ratio = Fraction(lower_size, lower)
+    upper_ratio = Fraction(upper_size, upper)
+    bend = (upper_ratio - lower_ratio) / run
+    lean = lower_ratio - bend * lower
 
     def on_parabola(tokens: int) -> Fraction:
-        return (bend * tokens + lean) * tokens
+        ratio = bend * tokens + lean
+        return ratio * tokens
 
-    curve = on_line
-    if any(on_line(captured) != size for captured, size in sizes.items()):
-        curve = on_parabola
-        # two captures are on many curves
-        if any(on_parabola(captured) != size for captured, size in sizes.items()):
+    # two captures are on a line
+    for curve in (on_line, on_parabola):
+        if any(curve(captured) != size for captured, size in sizes.items()):
+            continue
+        own_size = curve(length)
+        if own_size.denominator > 1:
             return None
-    own_size = curve(length)
-    if own_size.denominator > 1:
-        return None
-    return int(own_size)
+        return int(own_size)
+    return None
 
 
 def _shape_between(lower: str, upper: str, part: int, whole: int) -> str:
