@@ -126,6 +126,7 @@ def predict(args: argparse.Namespace) -> Answer:
     variability/public.json.  --samples is the number of drawn iterations of the whole world, --slow
     the factor by which the one slow GPU computes longer (0.5: half as long).  Calls with samples in
     --calibration vary as these do.  DIR may be the name of a shipped recipe, which is captured now.
+    Samples of different lengths: prism uneven DIR lengths=FILE capture=DIR.
     """
     from megatron_prism.features.predict.predict import predict
 

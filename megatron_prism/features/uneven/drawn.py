@@ -6,6 +6,7 @@ and its text and JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.jobs import job_settings
-from megatron_prism.core.units import counted, format_bytes, format_ns, format_percent
+from megatron_prism.core.units import (
+    counted,
+    format_bytes,
+    format_change,
+    format_ns,
+    format_percent,
+)
 from megatron_prism.features.uneven.inputs import UnevenInput
 from megatron_prism.features.uneven.iterations import IterationOutcome, examine_batches
 from megatron_prism.features.uneven.length_curves import make_curves
@@ -200,6 +207,14 @@ def _lines_of_memory(memory: RunMemory, iterations: int) -> list[str]:
         lines.append(
             f"              {outside} of the microbatches are outside of these: extrapolated"
         )
+    for left_out in memory.left_out:
+        difference = left_out.expected_bytes / left_out.captured_bytes - 1
+        lines.append(
+            f"              that of {left_out.length:,} tokens asks otherwise and peaks at "
+            f"{format_bytes(left_out.captured_bytes)}; from the others "
+            f"{format_bytes(left_out.expected_bytes)} would be expected "
+            f"({format_change(difference)})"
+        )
     examined = len(memory.iterations)
     if examined < iterations:
         lines.append(
@@ -243,12 +258,20 @@ def _lines_of_times(times: StepTimes) -> list[str]:
     wait_ns = round(times.mean_wait_ns)
     wait = format_ns(wait_ns)
     wait_share = format_percent(times.mean_wait_ns / mean_ns)
+    # for whom dp ranks wait most
+    awaited_ns = times.wait_ns.sum(axis=0)
+    whole_wait_ns = float(awaited_ns.sum())
+    most_awaited = int(awaited_ns.argmax())
+    for_whom = "others"
+    if whole_wait_ns:
+        most_share = format_percent(float(awaited_ns[most_awaited]) / whole_wait_ns)
+        for_whom = f"others, {most_share} of that for dp rank {most_awaited}"
     captured = ", ".join(f"{length:,}" for length in times.lengths)
     lines = [
         f"step time     median {middle}, 5 % to 95 %: {low} to {high}, longest {longest} "
         f"(iteration {slowest + 1})",
         f"              {format_ns(times.equal_ns)} if all samples had the mean length",
-        f"waiting       a dp rank waits {wait} ({wait_share} of a mean step) for others; {last}",
+        f"waiting       a dp rank waits {wait} ({wait_share} of a mean step) for {for_whom}; {last}",
         f"fair deal     the same microbatches, dealt by their work, save "
         f"{format_percent(times.balanced_gain)} of a mean step",
         f"based on      captures of {captured} tokens, interpolated",
@@ -296,6 +319,7 @@ def to_json(run: DrawnRun) -> dict[str, object]:
             "examined": len(memory.iterations),
             "captured_lengths": list(memory.lengths),
             "extrapolated": memory.outside,
+            "left_out": [dataclasses.asdict(left_out) for left_out in memory.left_out],
         }
     times = run.times
     if times is not None:

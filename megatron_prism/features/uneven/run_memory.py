@@ -13,7 +13,7 @@ belongs to no microbatch counts as that of the longest sample of its iteration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,21 @@ from megatron_prism.memory.allocator import Settings, replay_requests
 _MOST_EVENTS = 100_000_000  # changes of memory that are added up: some 5 s
 _MOST_REQUESTS = 1_000_000  # that the allocator's model replays: some 5 s
 _CONSTANT, _LONGEST = -1, -2  # in place of a microbatch
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A capture that asks for other storages than most, and what the others let expect of it.
+
+    Attributes:
+        length: Tokens of a sample.
+        captured_bytes: Its own peak of tensors.
+        expected_bytes: The peak that the others give for this length.
+    """
+
+    length: int
+    captured_bytes: int
+    expected_bytes: int
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class RunMemory:
         limit_bytes: Memory that tensors may take; 0: nobody said.
         outside: Part of the microbatches that is shorter or longer than all of ``lengths``.
         lengths: Tokens of a sample of the captures that ask alike, ascending.
+        left_out: The captures that ask otherwise.
     """
 
     iterations: np.ndarray
@@ -59,6 +75,7 @@ class RunMemory:
     limit_bytes: int
     outside: float
     lengths: tuple[int, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def failing(self) -> np.ndarray:
@@ -168,7 +185,27 @@ def run_memory(captures: LengthCaptures, batches: Batches, limit: int = 0) -> Ru
         limit_bytes=limit,
         outside=share_outside(lengths, batches),
         lengths=tuple(lengths),
+        left_out=tuple(_left_out(captures, lengths, requests)),
     )
+
+
+def _left_out(
+    captures: LengthCaptures, lengths: Sequence[int], requests: Sequence[_Requests]
+) -> Iterator[LeftOut]:
+    """Compare captures that ask otherwise with what is expected of their lengths."""
+    for length in sorted(captures.by_length):
+        programs = captures.by_length[length].programs
+        has_memory = all(len(program.allocations) for program in programs)
+        if length in lengths or not has_memory:
+            continue
+        tokens = np.full(captures.microbatches, length)
+        weights = polynomial_weights(lengths, tokens, tokens.astype(np.float64) ** 2)
+        expected_bytes = 0
+        for own in requests:
+            changes = own.bytes_at(weights, weights[:, 0])
+            expected_bytes = max(expected_bytes, int(changes.cumsum().max()))
+        captured_bytes = max(program.peak_bytes() for program in programs)
+        yield LeftOut(length, captured_bytes, expected_bytes)
 
 
 def _rank_in(captures: LengthCaptures, rank: int, dp_rank: int) -> int:

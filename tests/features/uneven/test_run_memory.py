@@ -10,7 +10,7 @@ from megatron_prism.core.programs.program import Builder, Programs
 from megatron_prism.core.programs.program_text import dump
 from megatron_prism.core.world import World
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
-from megatron_prism.features.uneven.run_memory import run_memory
+from megatron_prism.features.uneven.run_memory import LeftOut, run_memory
 from megatron_prism.features.uneven.samples import Batches
 from megatron_prism.replay.costs.machine import device_limit
 
@@ -89,6 +89,9 @@ def test_captures_without_memory_or_with_other_storages_say_nothing():
     assert memory.lengths == (20, 40, 64)
     assert memory.outside == 1
     assert memory.peak_bytes[0] == program([16] * 3).peak_bytes()
+    # how far they miss the one that is left out
+    peak_bytes = program([16] * 3).peak_bytes()
+    assert memory.left_out == (LeftOut(16, peak_bytes, peak_bytes),)
 
 
 def test_the_command_says_at_which_sample_memory_runs_out(tmp_path, monkeypatch, capsys):
