@@ -103,6 +103,7 @@ def _joined(numbers: Iterable[int]) -> str:
 
 def _sizes(world: World) -> dict[str, object]:
     """Return the sizes of a world that are not as usual; always the first."""
+    # None: a size is never usual, so it is always written
     usual = {**vars(World(world.size)), "size": None, "etp": world.tp}
     sizes: dict[str, object] = {}
     for name in _SIZES_OF_WORLD:
@@ -117,6 +118,7 @@ def _lines(program: Program) -> Iterator[str]:
     events = iter(program.allocations.tolist())
     event = next(events, None)
     for index, op in enumerate(program):
+        # changes of memory before this op
         while event is not None and event[0] <= index:
             yield _format_memory(event, program.strings)
             event = next(events, None)
@@ -185,6 +187,7 @@ def _with_unit(value: int, unit: _Unit) -> str:
     largest_name = ""
     largest_scale = 1
     for name, scale in unit.scales.items():
+        # 1,501 ns is no number of us
         is_exact = value % scale == 0 and value >= scale
         if is_exact and (not largest_name or scale > largest_scale):
             largest_name = name
@@ -237,6 +240,7 @@ def _number(column: str, most: int | None = None) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         is_plain = re.fullmatch(r"-?\d{1,18}", text)
+        # with a unit: 412us, 38MiB
         value = int(text) if is_plain else read_unit(text)
         if not low <= value <= high:
             fix = f"write {low} to {high}"
@@ -328,6 +332,7 @@ class _Reader:
                 heads[first[0]](first, others)
             else:
                 self._op(words)
+        # behind the last line: complaints point there
         self.line = self.lines[self.number - 1]
         if self.world is None or not self.programs:
             self.fail(0, "no world or no program", "world size=2, then program ranks=0-1")
@@ -344,6 +349,7 @@ class _Reader:
             tokens = _TOKEN.finditer(self.line)
             words = [token for token in tokens if not token[0].startswith("#")]
             for word in words:
+                # a quote that is opened and not closed, or the other way round
                 if '"' in word[0] and not _QUOTED.fullmatch(word[0]):
                     place = word.start() + word[0].index('"')
                     self.fail(place, "this quote has no end", 'note="two words"')
@@ -396,6 +402,7 @@ class _Reader:
             self.world = World(**self._values(words, "a world", _SIZES))
         except (WorldError, TypeError) as error:
             self.fail(head, str(getattr(error, "message", error)), "world size=8 tp=2 pp=2")
+        # after the check of its sizes, so that the first mistake is named first
         if before is not None:
             self.fail(head, "there is a world already", "a file holds one world")
         self.program_of = np.full(self.world.size, -1, dtype=np.int32)
@@ -423,6 +430,7 @@ class _Reader:
         if not values:
             self.fail(head, "whose program is this?", "program rank=0 ranks=0-3")
         ranks = list(values.get("ranks", ()))
+        # the rank that was captured, or the first that runs the program
         rank = values["rank"] if "rank" in values else ranks[0]
         if rank >= self.world.size:
             self.fail(head, f"rank {rank} is outside a world of {self.world.size}", "rank=0")
@@ -485,6 +493,7 @@ class _Reader:
             values["in"] = values["out"] = values.pop("n")
         splits = [values.pop(key) for key in ("to", "from") if key in values]
         if splits:
+            # rows to every member and from every member
             if len(splits) != 2:
                 self.fail(name, "splits need to= and from=", "to=4,4 from=4,4")
             values["splits"] = tuple(splits)

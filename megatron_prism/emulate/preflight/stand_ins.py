@@ -107,6 +107,7 @@ def put(
         UsageError: ``--prism-strict`` and something is missing, all of which it names; a missing
             checkpoint has sizes of the job; or nobody says how large the vocabulary is.
     """
+    # all that is missing in one list, also where only the first is raised
     collected = Obstacles()
     stand_ins = _put(args, collected, loads_own_layout)
     if obstacles is None:
@@ -174,6 +175,7 @@ def _replace_tokenizer(args: argparse.Namespace, obstacles: Obstacles, replaced:
         The number and its source where it is a guess, else empty.
     """
     entries, source = _PLACEHOLDER, "a placeholder"
+    # without a known number of tokens the placeholder stays
     with obstacles.noting():
         entries, source = _vocabulary(args)
     # the NullTokenizer of 0.16 adds an entry, the end of a text
@@ -197,6 +199,7 @@ def _replace_checkpoints(
     Returns:
         Whether the real job reads optimizer states that are missing here.
     """
+    # its reading is planned from a layout like the job's own
     if loads_own_layout and "load" in checkpoints and args.ckpt_format == "torch_dist":
         checkpoints.remove("load")
         replaced.append("a checkpoint of the job's own layout for --load")
@@ -204,6 +207,7 @@ def _replace_checkpoints(
     _drop(args, checkpoints)
     replaced += [f"new parameters for {_option(name)}" for name in checkpoints]
     args.exit_on_missing_checkpoint = False
+    # its writer would be a process of its own, with nothing to write
     if getattr(args, "async_save", None):
         args.prism_async_save = True
         args.async_save = args.use_persistent_ckpt_worker = False
@@ -234,6 +238,7 @@ class Remarks(TrainingListener):
         if number > 1:
             return
         args = self._args()
+        # a rank without an optimizer reads no states
         if self._stand_ins.without_checkpoint and optimizer is not None:
             text = _weigh_reading(args, optimizer)
             if text:
@@ -275,11 +280,13 @@ def _weigh_vocabulary(args: argparse.Namespace, model: object) -> str:
     parameters_bytes = logits_bytes = 0.0
     replicas = getattr(args, "data_parallel_size", 1)
     replicas *= getattr(args, "context_parallel_size", 1)
+    # states are shared out among replicas, or each has them whole
     shards = replicas if getattr(args, "use_distributed_optimizer", False) else 1
     rows = args.padded_vocab_size // args.tensor_model_parallel_size
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             is_vocabulary = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            # a layer of that name without the rows of this rank is another
             if not is_vocabulary or parameter.shape[0] != rows:
                 continue
             gradient = getattr(parameter, "main_grad", parameter)
@@ -287,6 +294,7 @@ def _weigh_vocabulary(args: argparse.Namespace, model: object) -> str:
             states = 8 if parameter.element_size() == 4 else 12
             each = parameter.element_size() + gradient.element_size() + states / shards
             parameters_bytes += parameter.numel() * each
+        # the stage of the loss has logits
         if getattr(_unwrapped(chunk), "post_process", False):
             tokens = args.micro_batch_size * args.seq_length
             tokens /= getattr(args, "context_parallel_size", 1)
@@ -318,6 +326,7 @@ def _computing_of_vocabulary(args: argparse.Namespace) -> float | None:
     training = sys.modules.get("megatron.training.training")
     if training is None:
         return None
+    # Megatron's own count, of twice the vocabulary
     more = copy.copy(args)
     more.padded_vocab_size = 2 * args.padded_vocab_size
     count = training.num_floating_point_operations

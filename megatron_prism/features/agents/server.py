@@ -109,6 +109,7 @@ def _tool(name: str, reader: argparse.ArgumentParser, ask: Ask) -> Callable[...,
         if line:
             words += ["--", *shlex.split(line)]
         text = io.StringIO()
+        # the command prints as for people; its environment is put back
         with _user_errors(), contextlib.redirect_stdout(text), mock.patch.dict("os.environ"):
             _, reply = ask(name, words)
             assert isinstance(reply, Answer)
@@ -117,6 +118,7 @@ def _tool(name: str, reader: argparse.ArgumentParser, ask: Ask) -> Callable[...,
         return _answer(text.getvalue(), value, reply.next)
 
     answer.__doc__ = reader.description
+    # the SDK makes the tool's schema of it
     vars(answer)["__signature__"] = inspect.Signature(parameters, return_annotation=Json)
     return answer
 
@@ -126,11 +128,13 @@ def _parameter(action: argparse.Action) -> inspect.Parameter:
     from pydantic import Field as Described
 
     kind: Any = str | int | float
+    # several values
     if action.nargs in ("*", "+") or isinstance(action, argparse._AppendAction):
         kind = list[str]
     elif action.nargs == 0:
         kind = bool
     default = inspect.Parameter.empty
+    # what may be left out may be null, too
     if not action.required or action.nargs == "*":
         default, kind = action.default, kind | None
     described: Any = Annotated[kind, Described(description=action.help)]
@@ -199,6 +203,7 @@ def _answer(text: str, value: Any, then: str) -> Json:
     """Text as people get it, figures, where they are from, what to type next."""
     sources = {key: value[key] for key in _SOURCES if key in value}
     figures = {key: entry for key, entry in value.items() if key not in sources}
+    # a verdict says itself what would decide, and where to stop
     then = then or value.get("decides") or value.get("stop") or ""
     return {
         "text": text,

@@ -64,6 +64,7 @@ def add_to(run: Run, asked: PayloadOptions) -> None:
     follower: PayloadRecorder | PayloadReplayer
     if asked.calls is not None:
         assert options.record is not None, "the flags were checked"
+        # what virtual ranks deliver is no payload of the real job
         num_virtual = options.world.size - len(options.ranks)
         if num_virtual:
             header["virtual"] = num_virtual
@@ -121,6 +122,7 @@ class _KeptWork(ForwardedWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         done = super().wait(timeout)
+        # waited for twice, and kept once
         keep, self._keep = self._keep, None
         if keep is not None:
             keep()
@@ -154,6 +156,7 @@ def _selected(text: str) -> list[Breakpoint]:
             f"--prism-payload {text!r}: {span[0]} is no range of 1 to {_MOST_STEPS} steps",
             fix="3B0..3B2, or iter=51..53",
         )
+    # the text with one step in the place of the range
     before, after = text[: span.start()], text[span.end() :]
     selectors = list[Breakpoint]()
     for step in steps:  # the text may have further ranges
@@ -179,6 +182,7 @@ def _between(first: str, last: str) -> Sequence[int | str]:
     """Numbers from ``first`` to ``last``; "" where neither is given."""
     if not first and not last:
         return [""]
+    # half a range, or one that is too long: no steps, which is refused
     if not first or not last or int(last) - int(first) >= _MOST_STEPS:
         return []
     return range(int(first), int(last) + 1)
@@ -196,6 +200,7 @@ class PayloadRecorder(_Keyed):
     def __init__(self, text: str, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         super().__init__()
         self._selectors = []
+        # no selectors: all calls fit
         if text != "all":
             for part in text.split(";"):
                 self._selectors += [selected.select for selected in _selected(part)]
@@ -235,6 +240,7 @@ class PayloadRecorder(_Keyed):
     def _keep(self, key: str, filled: Sequence[torch.Tensor]) -> None:
         start = time.perf_counter_ns()
         for place, tensor in enumerate(filled):
+            # a copy: the job goes on and may write to the tensor
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
             data = flat.numpy().tobytes()
             shape = list(tensor.shape)
@@ -249,6 +255,7 @@ class PayloadRecorder(_Keyed):
         """Of the thread: compress and write, until there is no more."""
         while (record := self._queue.get()) is not None:
             head, data = record
+            # the quickest: the job must not wait for it
             packed = zlib.compress(data, 1)
             # the disk must not fill up; later payloads may be small enough
             if self.written + len(packed) > MOST_BYTES:
@@ -306,6 +313,7 @@ class _Recorded:
             self._file = open(path, "rb")  # noqa: SIM115 - as long as the run
             while True:
                 lengths = self._file.read(_HEAD.size)
+                # the end of the file, or what a killed process left of a head
                 if len(lengths) < _HEAD.size:
                     break
                 text, packed = _HEAD.unpack(lengths)
@@ -315,6 +323,7 @@ class _Recorded:
                 if text > _MOST_HEAD:
                     raise ValueError(f"a head has {text:,} bytes")
                 head = foreign.value_of_json(self._file.read(text), dict[str, object])
+                # a payload; else facts about the run
                 if "key" in head:
                     record = foreign.shaped(head, _Record)
                     self.at[record.key] = self._file.tell(), packed, record

@@ -145,6 +145,7 @@ class StreamRecorder(LabelledCalls):
         changes.set(meter, "moved", self._following_moves(meter.moved))  # type: ignore[union-attr]
         self._follow_streams(changes)
         self._active = True
+        # what earlier steps have left is there before the first row
         for number, num_bytes, _, note in self._live.alive():
             self._alive.add(number)
             place = self._place(note or "a tensor of an earlier step", "")
@@ -153,6 +154,7 @@ class StreamRecorder(LabelledCalls):
     def _finish(self) -> None:
         self._active = False
         self.changes.undo()
+        # numbers in one array while the step runs: a row costs no object
         columns = np.array(self._rows, dtype=np.int64).reshape(-1, _FIELDS)
         rows = np.empty(len(columns), dtype=ROW)
         for index, name in enumerate(ROW.names or ()):
@@ -242,6 +244,7 @@ class StreamRecorder(LabelledCalls):
             kwargs: Mapping[str, object] | None,
             out: object,
         ) -> None:
+            # a view touches no memory
             if self._hears() and not func.is_view:
                 self._operator(func, args, kwargs or {}, out)
             self._depth += 1
@@ -262,6 +265,7 @@ class StreamRecorder(LabelledCalls):
         """Add the accesses of one operator; those of new outputs follow when they have numbers."""
         name = func._schema.name.removeprefix("aten::")
         self._new_outputs.clear()
+        # it only says something about tensors
         if name in _NO_KERNELS:
             return
         launches = not name.startswith(_ALLOCATES)
@@ -271,6 +275,7 @@ class StreamRecorder(LabelledCalls):
         stream = self._stream()
         place = self._place(name, self._site())
         written: set[int] = set()
+        # only the shape of its argument is read
         if name.startswith(_LIKE_BEGINS) or name.endswith(_LIKE_END):
             args, kwargs = (), {}
         for argument, spec in zip(args, func._schema.arguments, strict=False):
@@ -303,8 +308,10 @@ class StreamRecorder(LabelledCalls):
     def _output(
         self, tensor: torch.Tensor, launches: bool, stream: int, place: int, written: set[int]
     ) -> None:
+        # an argument that is written to is there already
         if not tensor.is_meta or id(tensor) in written:
             return
+        # its memory gets a number behind the operator, when ``_moved`` hears of it
         if self._number(tensor) is None:
             low, high = _byte_range(tensor)
             num_bytes = tensor.untyped_storage().nbytes()
@@ -333,6 +340,7 @@ class StreamRecorder(LabelledCalls):
         self._alive.add(number)
         stream = self._stream()
         site = self._site()
+        # memory of an output, which the operator has announced by its size
         matching = [output for output in self._new_outputs if output[2] == num_bytes]
         if not matching:  # workspaces, what an operator takes while it runs
             self._add(Kind.ALLOCATE, stream, number, 0, num_bytes, self._place("memory", site))
@@ -368,6 +376,7 @@ class StreamRecorder(LabelledCalls):
         stream = self._stream()
         place = self._place(name, self._site())
         for storage, num_bytes in self._recent.items():
+            # written by this kernel for the first time
             if storage in self._fresh:
                 self._fresh.discard(storage)
                 self._add(Kind.WRITE, stream, storage, 0, num_bytes, place)
@@ -376,6 +385,7 @@ class StreamRecorder(LabelledCalls):
             last = tensors[-1]
         for tensor in tensors:
             number = self._number(tensor)
+            # its write is there already
             if number in self._recent:
                 continue
             is_written = tensor is last and (number in self._fresh or name in _IN_PLACE)
@@ -459,6 +469,7 @@ class StreamRecorder(LabelledCalls):
         place = self._place("copy_", self._site())
         self._touch_either(Kind.READ, source, stream, place)
         self._touch_either(Kind.WRITE, target, stream, place)
+        # the host waits for the copy, and so for all before it on the stream
         if blocks:
             self._add(Kind.HOST_STREAM, stream, 0, 0, 0, 0)
 

@@ -60,6 +60,7 @@ def _ranked_lines(sweep: Sweep) -> list[str]:
     lines = ["", *columns([_head(sweep), *cells], left=0)]
     if len(sweep.rows) > _MAX_ROWS:
         lines.append(f"… and {len(sweep.rows) - _MAX_ROWS} more: --csv FILE or --json has all")
+    # several share the first place
     if sum(row.rank == 1 for row in sweep.rows) > 1:
         lines.append("= no two layouts of a rank surely differ (95 %)")
     if any(_host_decides(row) for row in sweep.rows):
@@ -164,6 +165,7 @@ def _iteration(row: Row) -> str:
 
 def _slower(row: Row) -> str:
     """Write by how much a point is slower than the first, with its interval."""
+    # the first, or one that surely takes as long
     if row.slower == (0, 0, 0):
         return ""
     expected, low, high = row.slower
@@ -184,6 +186,7 @@ def _dropped_lines(sweep: Sweep) -> list[str]:
     lines = [f"{count} dropped: {filter_name}" for filter_name, count in counts.items()]
     texts_of_reason: dict[tuple[str, str], list[str]] = {}
     for point in sweep.dropped:
+        # numbers differ from point to point, the reason does not
         reason = re.sub(r"\d[\d,.]*", "#", point.reason)
         texts_of_reason.setdefault((point.by, reason), []).append(f"{point.name}: {point.reason}")
     most_frequent = sorted(texts_of_reason.items(), key=lambda item: -len(item[1]))
@@ -246,6 +249,7 @@ def render_csv(sweep: Sweep) -> str:
         first = [row.rank, int(row.equal), expected_slower, row.best]
         writer.writerow([*first, *_axis_values(sweep, result["axes"]), *numbers, *last])
     for point in sweep.dropped:
+        # a point that fell has no figures
         empty = [""] * (len(_NUMBERS) + _ONLY_RANKED)
         axes = _axis_values(sweep, point.axes)
         writer.writerow(["", "", "", "", *axes, *empty, point.by, point.reason])
@@ -298,6 +302,7 @@ def _page_data(sweep: Sweep, links: Mapping[str, str]) -> Data:
         for row in sweep.rows[:2]:
             parts = list(mean_parts(row.result["stages"]).items())
             pair.append({"name": row.name, "ns": row.result["iteration_ns"], "parts": parts})
+            # ``exposed GROUP``: the page explains the groups that it names
             groups.update(part.partition(" ")[2] for part, _ in parts)
     return {
         "objective": sweep.objective,
