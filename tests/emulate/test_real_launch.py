@@ -43,6 +43,16 @@ def test_processes_that_are_not_the_ranks_are_refused(launcher, ours, says):
             real_launch.check_launch(line, env)
 
 
+def test_ranks_that_start_with_prism_run_need_no_flag():
+    """Prism run emulates without --prism-emulate, also behind a launcher on one host."""
+    started = "-m megatron_prism run --prism-tier cpu -- a.py --lr 1"
+    line = read_line(f"torchrun --nproc-per-node 2 {started}".split(), {})
+    real_launch.check_launch(line, {})
+    line = read_line(f"torchrun --nnodes 2 --nproc-per-node 2 {started}".split(), {})
+    with pytest.raises(UsageError, match="1 other host"):
+        real_launch.check_launch(line, {})
+
+
 def test_the_line_to_type_has_the_flags_where_they_belong():
     words = ["torchrun", "--nnodes", "8", "a.py", "--lr", "1", "--prism-tier", "meta"]
     assert real_launch.to_type(words, {"PRISM_ARGS": "--prism-emulate --prism-values noise"}) == (

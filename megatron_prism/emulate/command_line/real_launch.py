@@ -60,7 +60,10 @@ def _line_from_launcher(process: Sequence[str]) -> list[str]:
 
 def check_launch(line: LaunchLine, env: Mapping[str, str]) -> None:
     """UsageError for a launch whose processes are not the ranks that the emulation names."""
-    job_words = line.words[1:]
+    job_words = [*line.words[1:]]
+    # each process starts with prism run, which implies it
+    if line.words[:2] == ("-m", "megatron_prism"):
+        job_words.insert(0, "--prism-emulate")
     ranks = line.ranks or 1
     ranks_of_host = line.per_host or 1
     # the variables that the launcher would set in its first process
