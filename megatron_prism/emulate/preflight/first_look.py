@@ -241,7 +241,8 @@ class _Refusals(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:  # noqa: N802 - a name of ast
         asked = _flags_asked(node.test)
         # if args.fp16: assert not args.bf16
-        if node.msg is None and self._conditions:
+        # if args.kv_channels is None: assert ...: what is not given needs no value for that
+        if node.msg is None and self._conditions and not _asks_for_none(self._conditions[-1]):
             asked = f"{asked} {_flags_asked(self._conditions[-1])}"
         return _noting(node, asked)
 
@@ -297,6 +298,14 @@ def _refusal_of(body: Sequence[ast.stmt]) -> ast.stmt | None:
     for part in ast.walk(refusal):
         ast.copy_location(part, last)
     return refusal
+
+
+def _asks_for_none(condition: ast.expr) -> bool:
+    """Tell whether a condition is that something is None."""
+    if not isinstance(condition, ast.Compare) or not isinstance(condition.ops[0], ast.Is):
+        return False
+    compared = condition.comparators[0]
+    return isinstance(compared, ast.Constant) and compared.value is None
 
 
 def _flags_asked(condition: ast.expr) -> str:
