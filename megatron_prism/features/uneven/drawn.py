@@ -271,7 +271,8 @@ def _lines_of_times(times: StepTimes) -> list[str]:
         f"step time     median {middle}, 5 % to 95 %: {low} to {high}, longest {longest} "
         f"(iteration {slowest + 1})",
         f"              {format_ns(times.equal_ns)} if all samples had the mean length",
-        f"waiting       a dp rank waits {wait} ({wait_share} of a mean step) for {for_whom}; {last}",
+        f"waiting       a dp rank waits {wait} ({wait_share} of a mean step) for {for_whom}; "
+        f"{last}",
         f"fair deal     the same microbatches, dealt by their work, save "
         f"{format_percent(times.balanced_gain)} of a mean step",
         f"based on      captures of {captured} tokens, interpolated",

@@ -239,7 +239,10 @@ def advice(sources: Sources, outcome: Outcome, inputs: Sequence[UnevenInput]) ->
             "overlap_p2p_comm sends each message in a call of its own; Megatron's arguments refuse "
             "two stages with chunks without it (training/arguments.py:1007 @main)"
         )
-    if is_of_lengths and finding.group == "PIPELINE_MODEL_PARALLEL_GROUP":
+    # two stages with chunks send one direction in the group of all ranks
+    is_message = "p2p_communication.py" in finding.picture
+    is_message |= finding.group == "PIPELINE_MODEL_PARALLEL_GROUP"
+    if is_of_lengths and is_message:
         return (
             "a stage receives tensors of --seq-length (core/pipeline_parallel/schedules.py "
             "get_tensor_shapes): variable_seq_lengths of the model's configuration, which no flag "
