@@ -396,6 +396,7 @@ _NEGATED = {
 
 def option_of(flag: str) -> str:
     """Write a flag as on a command line: ``--seq-length``; of ``prism.tier`` ours."""
+    # the field's name is not the option's
     if flag == "fp8":
         return "--fp8-format"
     return f"--{re.sub('[_.]', '-', flag)}"
@@ -426,6 +427,7 @@ def check(recipe: Recipe) -> None:
     try:
         world = recipe.world
     except WorldError as error:
+        # as recipes name the size of the world
         fix = re.sub(r"\bsize=", "world_size=", error.fix or "")
         raise WorldError(error.message, fix=fix) from None
     _check_batches(recipe, world)
@@ -446,6 +448,7 @@ def _check_batches(recipe: Recipe, world: World) -> None:
     count = batch // step
     arithmetic = f"micro_batch_size {recipe.micro_batch_size} x dp {world.dp}"
     if batch % step:
+        # at least one microbatch for each rank
         nearest = max(step, round(batch / step) * step)
         text = f"global_batch_size {batch} is not divisible by {arithmetic} = {step}"
         raise RecipeError(text, fix=f"use global_batch_size={nearest}")
@@ -481,6 +484,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for name in _REQUIRED:
         if name not in settings:
             raise RecipeError(f"{file}: {name} is missing", fix=f"add {name}=VALUE")
+    # a recipe of valid flags, so that all settings are read and checked in one way
     blank = Recipe(dict.fromkeys(_REQUIRED, 1), name=file.stem)
     recipe = blank.changed(settings)
     if recipe.data_path is not None:
@@ -510,6 +514,7 @@ def given(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
 def shipped() -> dict[str, Path]:
     """Return the recipes that come with the package, installed or in a checkout: name -> file."""
     package = Path(__file__).parents[2]
+    # in a wheel beside the code, in a checkout above it
     for folder in (package / "recipes", package.parent / "recipes"):
         files = sorted(folder.glob("*.yaml"))
         if files:
@@ -555,6 +560,7 @@ def full_name(name: str) -> str:
     if kind_of(key) is not None:
         return key
     fix = "for more than a plain GPT, run the job's own script: prism run -- pretrain_gpt.py …"
+    # a flag that is misspelt; others are of jobs that recipes do not describe
     if not _BEYOND.search(key):
         candidates = [*known_flags(), *SHORT]
         for section in _SECTIONS:
@@ -583,6 +589,7 @@ def _read_as(kind: object, value: object, key: str) -> object:
         RecipeError: It is none.
     """
     is_nothing = str(value).lower() in ("null", "none")
+    # null turns off what may be off
     if is_nothing and type(None) in get_args(kind):
         return None
     try:
@@ -621,6 +628,7 @@ def _mapping(text: str) -> dict[str, object]:
         raise ValueError(f"it is no YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("it has no flags")
+    # PyYAML keeps the last of equal keys, and says nothing
     names = [key.value for key, _ in root.value]
     for name in names:
         if names.count(name) > 1:
@@ -635,6 +643,7 @@ def _override(word: str) -> tuple[str, object]:
     if not equals or not name:
         fix = f"write {name or 'seq_length'}=VALUE"
         raise RecipeError(f"{word!r}: an override is flag=value", fix=fix)
+    # plain text: its flag says what it means
     if not text.startswith(("[", "{", '"', "'")):
         return name, text
     try:

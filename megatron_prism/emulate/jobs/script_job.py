@@ -83,6 +83,7 @@ class Job:
         """The job whose command line ``argv`` may hold flags of ours; PRISM_ARGS come before."""
         given = [*flags.words_of(os.environ), *argv]
         ours, rest = flags.split(given)
+        # the capture says these flags itself for each rank
         kept = [word for name, words in ours if name not in _SETTLED for word in words]
         if "--prism-out" in kept:
             raise UsageError(
@@ -93,6 +94,7 @@ class Job:
 
     def command(self, rank: int, folder: Path | None = None) -> list[str]:
         """Of Python, to run ``rank``, captured into ``folder``."""
+        # shapes are the same in every step; times need some to warm up
         steps = STEPS_OF_SHAPES if self.tier == "meta" else STEPS
         return [
             "-m",
@@ -155,6 +157,7 @@ def capture_command_line(
     """
     obstacles = Obstacles() if obstacles is None else obstacles
     given = _options_of(argv, folder, obstacles)
+    # a job that cannot run is looked at, so that all that stops it is said at once
     if given is None or len(obstacles):
         check_command_line(script, argv, console, obstacles).obstacles.raise_all()
     assert given is not None, "without options there is an obstacle"
@@ -177,6 +180,7 @@ def _options_of(argv: Sequence[str], folder: Path, obstacles: Obstacles) -> flag
         The options; None where something is wrong.
     """
     words = [*flags.words_of(os.environ), *argv]
+    # a size of the world from a flag, a recipe or a launcher
     names = {word.partition("=")[0] for word in words}
     says_size = names & {"--prism-world-size", "--prism-recipe"} or os.environ.get("WORLD_SIZE")
     if not says_size and not obstacles.world_is_guessed:
@@ -256,6 +260,7 @@ def check_command_line(
         tier = _best() if given.tier == "auto" else given.tier
     else:
         try:
+            # else nothing could be said of what Megatron checks
             size = flags.smallest_world_size(argv)
             checked = flags.from_command_line(
                 ["--prism-emulate", *argv, "--prism-world-size", str(size), "--prism-ranks", "0"]
@@ -351,6 +356,7 @@ def capture(
         return
     copied = may_be_kept and _copied(job, folder, console)
     with store.writing(force):
+        # ranks on one GPU would take each other's memory and time
         at_once = 1 if job.tier == "cuda" else min(len(os.sched_getaffinity(0)), 8)
         if not job.source:
             _say_what_runs(job, ranks, at_once, console)
@@ -362,6 +368,7 @@ def capture(
 
         def record(missing: Sequence[int]) -> list[workers.Json]:
             tasks = [_task_of(job, rank, folder) for rank in missing]
+            # ranks that the world turned out to need come later, and need no estimate
             if estimator is None or estimator.has_begun:
                 return workers.run(tasks, console, at_once)
             # ranks with few layers run first
@@ -379,6 +386,7 @@ def capture(
         if whole:
             _, results = workers.capture_world(store, ranks, record, console)
         else:
+            # these ranks alone: nobody asks for the others of their world
             results = record(sorted(set(ranks) - captured_before))
             with contextlib.suppress(MissingSlicesError):  # some stages' ranks alone make no world
                 save(assemble(folder), folder / WORLD, force=True)

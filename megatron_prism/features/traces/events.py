@@ -126,6 +126,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Recorded]:
             raise ValueError("it is no regular file")
         with open(place, "rb") as file:
             start = file.read(16)
+        # an export of Nsight Systems
         if start == b"SQLite format 3\0":
             return _read_nsight(place)
         return [_read_kineto(place)]
@@ -147,6 +148,7 @@ class _Sink:
         self.found.dropped[why] = self.found.dropped.get(why, 0) + 1
 
     def on_device(self, name: str, start: int, end: int, stream: object, correlation: int) -> None:
+        # names repeat thousands of times: a number each
         code = self.names.setdefault(name, len(self.names))
         self.device.extend((start, end, self.thread(("stream", stream)), correlation, code))
 
@@ -169,12 +171,14 @@ class _Sink:
     def done(self, base: int = 0) -> Recorded:
         """What was recorded, ``base`` ns later where 64 bits hold that."""
         found = self.found
+        # times of a damaged file would overflow
         if abs(base) >= 1 << 61:
             base = 0
         device = np.frombuffer(self.device, np.int64).reshape(-1, 5)
         found.device = device[np.argsort(device[:, 0], kind="stable")]
         launch = np.frombuffer(self.launch, np.int64).reshape(-1, 3)
         found.launch = launch[np.argsort(launch[:, 0], kind="stable")]
+        # a trace of the CPU: its operators are the work
         if not len(device):
             found.host = _innermost(np.frombuffer(self.host, np.int64).reshape(-1, 3))
         for table in (found.device, found.host):
@@ -187,6 +191,7 @@ class _Sink:
             ((number, start + base, end + base) for number, start, end in found.steps),
             key=lambda step: step[1],
         )
+        # the trace itself does not say whose it is
         if found.rank is None and (named := _RANK.search(Path(found.path).name)):
             found.rank = int(named[1])
         return found
@@ -195,6 +200,7 @@ class _Sink:
 def _innermost(host: np.ndarray) -> np.ndarray:
     """Operators that hold no other of their thread, by start."""
     host = host[np.lexsort((-host[:, 1], host[:, 0], host[:, 2]))]
+    # in order of thread and start: an operator that ends before the next begins holds none
     following = np.append(host[1:, 0], np.iinfo(np.int64).max)
     last = np.append(host[1:, 2] != host[:-1, 2], True)[: len(host)]
     host = host[last | (following >= host[:, 1])]
@@ -274,11 +280,13 @@ def _read_kineto(path: Path) -> Recorded:
 def _keep(sink: _Sink, event: _Event) -> None:
     """Put one event where it belongs."""
     kind = _KINDS.get(event.cat.lower())
+    # no complete span, or of no interest
     if event.ph != "X" or kind is None:
         return None
     length = event.dur or 0.0
     if event.ts is None or not abs(event.ts) < _MOST_TS or not 0 <= length < _MOST_TS:
         return sink.drop(_BACKWARDS)
+    # us with fractions -> whole ns
     begin, name = round(event.ts * 1000), str(event.name)
     end = begin + round(length * 1000)
     if kind == _HOST:
@@ -290,6 +298,7 @@ def _keep(sink: _Sink, event: _Event) -> None:
     except (msgspec.DecodeError, RecursionError):
         return sink.drop("events whose arguments cannot be read")
     correlation = args.correlation
+    # work that nothing on the host launched
     if correlation is None:
         correlation = -1
     if abs(correlation) >= 1 << 62:
@@ -348,6 +357,7 @@ def _of_processes(path: Path, base: sqlite3.Connection) -> list[Recorded]:
         with contextlib.suppress(sqlite3.OperationalError):  # an export without this table
             about[name] = str((base.execute(f"SELECT {query}").fetchone() or [""])[0])
     since, base_ns = about["since"], 0
+    # ns since the epoch, in 64 bits
     if since.isdecimal() and len(since) < 20:
         base_ns = int(since)
     ranks = []

@@ -86,12 +86,14 @@ class GradientPlaces:
 
         Returns None for a tensor that is not wholly in one parameter's gradient.
         """
+        # the last parameter that begins at or before the view
         places = self._places.get(_storage(view), [])
         start = int(view.storage_offset())
         number = bisect.bisect_right(places, start, key=lambda place: place[0]) - 1
         if number < 0 or not view.is_contiguous():
             return None
         first, behind, parameter = places[number]
+        # it reaches into the gradient of the next parameter
         if start + view.numel() > behind:
             return None
         return parameter, start - first
@@ -105,6 +107,7 @@ class GradientPlaces:
         for gradient in gradients:
             place = self.find(gradient)
             if place is None:
+                # a copy, or several gradients in one: nobody knows whose
                 nameless += gradient.numel()
                 continue
             parameter, start = place
@@ -169,6 +172,7 @@ class StepRecorder:
     def keep_gradients(self, model: Model) -> None:
         """Keep the gradients as the optimizer reads them, and the names that some lack."""
         gradients = whole_buffers(model, True)
+        # elements that no checkpoint names: those that stay when all named are taken off
         unnamed = {parameter: parameter.numel() for parameter in gradients}
         for part in shards(model, gradients, True):
             self.tensor("gradient", part)
@@ -194,8 +198,10 @@ class StepRecorder:
         """Keep the parameters, and the optimizer's states behind a step."""
         for part in shards(model, whole_buffers(model, False), False):
             self.tensor("parameter", part)
+        # before the first step there are no states
         if not self.iteration:
             return
+        # an optimizer has some of these
         for name in STATES:
             for part in shards(model, whole_states(model, optimizer, name), True):
                 self.tensor(name, part)
@@ -250,6 +256,7 @@ def whole_buffers(model: Model, of_gradients: bool) -> Tensors:
             view = parameter.data
             if of_gradients:
                 view = parameter.main_grad
+            # the place of the parameter in its bucket
             start = view.storage_offset() - buffer.storage_offset()
             copies[parameter] = data[start : start + view.numel()].view(view.shape).clone()
     return copies
@@ -262,6 +269,7 @@ def whole_states(model: Model, optimizer: Any, name: str) -> Tensors:
     for group, bucket in _buckets(model):
         for parameter in bucket.params_list:
             full_state = torch.zeros(parameter.numel())
+            # 1 where some rank has a state of the element
             held = torch.zeros(parameter.numel())
             if parameter in own_parts:
                 start, part = own_parts[parameter]
@@ -328,16 +336,19 @@ def shards(model: Model, values: Tensors, only: bool) -> Iterator[NamedPart]:
             for parameter in before:
                 parameter.data = values[parameter]
                 owners[_storage(parameter)] = parameter
+            # names with the number of the layer, the same in every layout
             metadata = {"non_homogeneous_layers": True, "dp_cp_group": group}
             state = {"model": sharded_state(inner, metadata)}
             apply_factories(state)
             for leaf in tree_leaves(state):
+                # extra states are objects, and some leaves have no data
                 if not isinstance(leaf, ShardedTensor) or leaf.data is None:
                     continue
                 owner = owners.get(_storage(leaf.data))
                 if only and owner is None:
                     continue
                 data = leaf.data.detach().to(torch.float64).numpy().copy()
+                # axes that the checkpoint adds in front, such as that of layers
                 data = data.reshape([1] * leaf.prepend_axis_num + list(leaf.local_shape))
                 offset, global_shape = list(leaf.global_offset), list(leaf.global_shape)
                 yield NamedPart(leaf.key, offset, global_shape, data, owner)
