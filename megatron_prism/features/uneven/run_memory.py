@@ -4,11 +4,11 @@ In : captures of one job at several lengths that recorded memory, and ``Batches`
 ``RunMemory``: the largest peak of a run, the batch that reaches it, and how often a limit is
 exceeded.
 
-Captures that ask for the same storages in the same order differ in their sizes alone; where a few
-ask for others (libraries switch algorithms at some sizes), most captures decide.  A storage
-whose size differs follows the length of the microbatch in which it comes to be; its size at other
-lengths is on the polynomial through the captures next to it (``polynomial_weights``).  One that
-belongs to no microbatch counts as that of the longest sample of its iteration.
+Captures that ask for the same storages in the same order differ in their sizes alone; temporaries
+of single ops may differ (``memory_requests``).  Where a few ask for others, most captures decide.
+A storage whose size differs follows the length of the microbatch in which it comes to be; its size
+at other lengths is on the polynomial through the captures next to it (``polynomial_weights``).  One
+that belongs to no microbatch counts as that of the longest sample of its iteration.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_prism.core.programs.program import Program
 from megatron_prism.features.uneven.length_curves import polynomial_weights, share_outside
+from megatron_prism.features.uneven.memory_requests import Changes, comparable
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.samples import Batches
 from megatron_prism.memory.allocator import Settings, replay_requests
@@ -144,10 +145,11 @@ def run_memory(captures: LengthCaptures, batches: Batches, limit: int = 0) -> Ru
     Returns:
         None: captures recorded no memory, or no two of them ask for the same storages.
     """
-    lengths = _lengths_that_ask_alike(captures)
+    all_changes = _comparable_changes(captures)
+    lengths = _lengths_that_ask_alike(all_changes)
     if len(lengths) < 2:
         return None
-    requests = _requests_of_classes(captures, lengths)
+    requests = _requests_of_classes(captures, lengths, all_changes)
     order = _longest_first(batches)
     events = sum(len(own.storage) for own in requests)
     dp_ranks = batches.tokens.shape[1]
@@ -246,56 +248,70 @@ def _reserved(requests: _Requests, weights: np.ndarray, tokens: np.ndarray) -> i
 
 
 # -- what captures ask for -------------------------------------------------------------------------
-def _lengths_that_ask_alike(captures: LengthCaptures) -> list[int]:
-    """Find the captures that recorded memory and ask alike: tokens of a sample, ascending.
+def _comparable_changes(captures: LengthCaptures) -> list[dict[int, Changes]]:
+    """Read the changes of memory of every program: by tokens of a sample, where it was recorded."""
+    lengths: list[int] = []
+    for length in sorted(captures.by_length):
+        programs = captures.by_length[length].programs
+        if all(len(program.allocations) for program in programs):
+            lengths.append(length)
+    changes: list[dict[int, Changes]] = []
+    for number in range(len(captures.captured.programs)):
+        allocations: dict[int, np.ndarray] = {}
+        for length in lengths:
+            allocations[length] = captures.by_length[length].programs[number].allocations
+        changes.append(comparable(allocations))
+    return changes
+
+
+def _lengths_that_ask_alike(changes: Sequence[dict[int, Changes]]) -> list[int]:
+    """Find the captures that ask alike: tokens of a sample, ascending.
 
     Those are meant of which there are most, of equally many the longer ones.
     """
-    lengths_of_requests: dict[tuple[bytes, ...], list[int]] = {}
-    for length in sorted(captures.by_length):
-        programs = captures.by_length[length].programs
-        if not all(len(program.allocations) for program in programs):
-            continue
-        requests: list[bytes] = []
-        for program in programs:
-            events = program.allocations
-            signs = np.sign(events["bytes"])
-            requests += [events["before"].tobytes(), events["storage"].tobytes(), signs.tobytes()]
-        lengths_of_requests.setdefault(tuple(requests), []).append(length)
+    alike: list[list[int]] = []
+    for length in changes[0]:
+        for lengths in alike:
+            first_length = lengths[0]
+            if all(own[length].asks_like(own[first_length]) for own in changes):
+                lengths.append(length)
+                break
+        else:
+            alike.append([length])
     most: list[int] = []
-    for lengths in lengths_of_requests.values():
-        if len(lengths) >= len(most):
+    for lengths in alike:
+        if (len(lengths), lengths[-1:]) >= (len(most), most[-1:]):
             most = lengths
     return most
 
 
-def _requests_of_classes(captures: LengthCaptures, lengths: Sequence[int]) -> list[_Requests]:
-    """Read the changes of memory of every program in captures that ask alike."""
+def _requests_of_classes(
+    captures: LengthCaptures, lengths: Sequence[int], all_changes: Sequence[dict[int, Changes]]
+) -> list[_Requests]:
+    """Put the changes of memory of every program together, of captures that ask alike."""
     requests: list[_Requests] = []
-    for number, base in enumerate(captures.by_length[lengths[0]].programs):
-        sizes: list[np.ndarray] = []
-        for length in lengths:
-            program = captures.by_length[length].programs[number]
-            sizes.append(program.allocations["bytes"])
-        num_bytes = np.array(sizes)
-        storage = base.allocations["storage"].astype(np.int64)
-        microbatch = _microbatch_of_events(captures, base)
+    for number, base in enumerate(captures.captured.programs):
+        changes = all_changes[number]
+        num_bytes = np.array([changes[length].num_bytes for length in lengths])
+        any_changes = changes[lengths[0]]
+        microbatch = _microbatch_of_events(captures, base, any_changes)
         is_constant = (num_bytes == num_bytes[0]).all(axis=0)
         microbatch[is_constant] = _CONSTANT
-        requests.append(_Requests(base.rank, storage, num_bytes, microbatch))
+        requests.append(_Requests(base.rank, any_changes.storage, num_bytes, microbatch))
     return requests
 
 
-def _microbatch_of_events(captures: LengthCaptures, program: Program) -> np.ndarray:
-    """Find whose length the storage of each event follows: int64 [events]."""
+def _microbatch_of_events(
+    captures: LengthCaptures, program: Program, changes: Changes
+) -> np.ndarray:
+    """Find whose length the storage of each change follows: int64 [changes]."""
     microbatch_of_op = captures.microbatch_of_ops(program)
-    events = program.allocations
     last_op = len(program) - 1
     microbatch_of_storage: dict[int, int] = {}
-    microbatches = np.empty(len(events), dtype=np.int64)
-    for place, event in enumerate(events):
-        storage = int(event["storage"])
-        op = min(int(event["before"]), last_op)
+    microbatches = np.empty(len(changes.storage), dtype=np.int64)
+    rows = zip(changes.storage.tolist(), changes.before.tolist(), strict=True)
+    for place, (storage, before) in enumerate(rows):
+        op = min(before, last_op)
         if storage not in microbatch_of_storage:
             microbatch = int(microbatch_of_op[op])
             if microbatch < 0:

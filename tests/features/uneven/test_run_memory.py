@@ -26,6 +26,9 @@ def program(lengths):
     for microbatch, length in enumerate(lengths):
         # kept until the backward, and scores of attention that go at once
         builder.memory(10 + microbatch, 8 * length, "")
+        # a workspace of one kernel
+        builder.memory(30 + microbatch, 4 * length, "")
+        builder.memory(30 + microbatch, -4 * length, "")
         builder.memory(20 + microbatch, length**2, "")
         builder.add("compute", phase="forward", microbatch=microbatch, ns=length)
         builder.memory(20 + microbatch, -(length**2), "")
@@ -77,8 +80,9 @@ def test_one_long_sample_runs_out_once_in_many_iterations():
 
 def test_captures_without_memory_or_with_other_storages_say_nothing():
     other = job(16)
+    # the second activation is the storage of the first one
     rows = other.programs[0].allocations.copy()
-    rows["storage"][rows["storage"] == 11] = 99
+    rows["storage"][rows["storage"] == 11] = 10
     object.__setattr__(other.programs[0], "allocations", rows)
     mixed = LengthCaptures(job(64), [other])
     tokens = np.full((2, 2, MICROBATCHES), 16)
@@ -92,6 +96,21 @@ def test_captures_without_memory_or_with_other_storages_say_nothing():
     # how far they miss the one that is left out
     peak_bytes = program([16] * 3).peak_bytes()
     assert memory.left_out == (LeftOut(16, peak_bytes, peak_bytes),)
+
+
+def test_temporaries_that_one_capture_lacks_have_no_bytes_there():
+    tokens = np.full((1, 2, MICROBATCHES), 20)
+    usual = run_memory(captures(), batches_of(tokens))
+    short = job(16)
+    rows = short.programs[0].allocations
+    # the workspace of the second microbatch
+    kept = rows[rows["storage"] != 31]
+    assert len(kept) == len(rows) - 2
+    object.__setattr__(short.programs[0], "allocations", kept)
+    memory = run_memory(LengthCaptures(job(64), [short, job(40)]), batches_of(tokens))
+    assert memory.lengths == usual.lengths == (16, 40, 64)
+    assert memory.left_out == ()
+    assert memory.peak_bytes.tolist() == usual.peak_bytes.tolist()
 
 
 def test_the_command_says_at_which_sample_memory_runs_out(tmp_path, monkeypatch, capsys):
