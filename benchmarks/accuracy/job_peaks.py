@@ -10,6 +10,8 @@ h100_stock_peaks   : 23 configurations after Megatron-LM's examples (fifteen min
 h100_graph_peaks   : 14 jobs with CUDA graphs (three minutes), reserved bytes, too
 h100_life          : six plain jobs of one GPU, four of them near its limit (ten minutes), with the
                      reserved and device bytes of their steps
+h200_fourteen_alone : fourteen jobs and two variants of one H200 (six minutes), allocated bytes as
+                     torch counts them, reserved and device bytes, too
 h200_x4_real_peaks : the 24 ranks of six real 4-GPU jobs, ``CONFIG:RANK`` (eight minutes), reserved
                      and device bytes, too.  Reserved is midway between a device that keeps up with
                      its host and a host that is far ahead; both ends are printed
@@ -34,6 +36,7 @@ from benchmarks.report import RESULTS, ROOT, Row, finish
 BOUND = 0.1  # percent, of allocated bytes
 REAL_JOBS = "h200_x4_real_peaks"
 WHOLE_LIVES = "h100_life"
+ALONE = "h200_fourteen_alone"
 PLAIN_LIVES = ("dense_save", "moe_save", "l_fp8_13", "l_bf16_13", "moe12")
 MOE = "te_moe_ep4"  # mirrored peers route as the rank itself does: only reported
 
@@ -42,6 +45,8 @@ def jobs_of(name: str) -> dict[str, dict[str, Any]]:
     """Job -> world, rank, arguments, bound (percent) and the real bytes by level."""
     if name == WHOLE_LIVES:
         return plain_lives()
+    if name == ALONE:
+        return jobs_alone()
     real = json.loads((RESULTS / f"{name}.json").read_text())
     if name == REAL_JOBS:
         return {
@@ -88,6 +93,29 @@ def plain_lives() -> dict[str, dict[str, Any]]:
     return jobs
 
 
+def jobs_alone() -> dict[str, dict[str, Any]]:
+    """The jobs of one GPU whose bytes are kept as torch counts them."""
+    real = json.loads((RESULTS / f"{ALONE}.json").read_text())
+    jobs = {}
+    for name, job in real["jobs"].items():
+        words = re.sub(r"--(save|save-interval|ckpt-format) \S+", "", job["arguments"])
+        words = words.replace("--async-save --ckpt-fully-parallel-save", "")
+        levels = {"allocated": job["peak"], "reserved": job["reserved"]}
+        if "device" in job:
+            levels["device"] = job["device"]
+        jobs[name] = {
+            "world": 1,
+            "rank": 0,
+            "arguments": f"{real['arguments']} {words}",
+            "bound": BOUND,
+            "te_version": real["te_version"],
+            "environment": job.get("environment", {}),
+            "counts_blocks": True,
+            "real": levels,
+        }
+    return jobs
+
+
 def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Bytes of the job's rank alone, as a class of ``prism memory``; of the whole run where that
     was measured."""
@@ -99,6 +127,7 @@ def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
              str(out / "summary"), "--", str(script), "--train-iters", "3", "--num-workers", "0",
              *job["arguments"].split()]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment |= job.get("environment", {})
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise SystemExit(f"{job['arguments']} failed:\n{done.stderr[-1500:]}")
@@ -109,6 +138,10 @@ def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
         return {"peak_allocated": memory["allocated_peak"], "peak_reserved": sum(between) / 2,
                 "reserved_between": between}  # fmt: skip
     programs = prism.load(out / "slices" / f"slice-{rank:06}.prism")
+    if job.get("counts_blocks"):
+        fit = prism.fit(programs, machine="h200", with_changes=False)
+        ((name, figures_of_class),) = fit.memory.classes.items()
+        return {**figures_of_class, "peak_allocated": fit.as_torch_counts(name)}
     (one,) = prism.peak_memory(programs).classes.values()
     return dict(one)
 
@@ -117,7 +150,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "results",
-        choices=("h200_fp8_peaks", "h100_stock_peaks", "h100_graph_peaks", WHOLE_LIVES, REAL_JOBS),
+        choices=(
+            "h200_fp8_peaks",
+            "h100_stock_peaks",
+            "h100_graph_peaks",
+            WHOLE_LIVES,
+            ALONE,
+            REAL_JOBS,
+        ),
     )
     parser.add_argument("scripts", type=Path)
     parser.add_argument("jobs", nargs="*", metavar="JOB")

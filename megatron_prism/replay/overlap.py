@@ -8,6 +8,7 @@ products.  Segments that were recorded among paced ranks had the job's calls bes
 no more.
 
 Segments of several streams share their GPU: while another one computes, each gets half as far.
+Copies between device and host do not: the GPU has engines of their own for them.
 
 Messages take the factors that were measured of an exchange, else those of an all-to-all, which NCCL
 runs with the same kernel (SendRecv).  What runs beside calls of context-parallel ranks is
@@ -28,6 +29,7 @@ from megatron_prism.core.programs.program import Program
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs import Prices, relabelled
 from megatron_prism.replay.costs.collectives import ATTENTION, OverlapFactors
+from megatron_prism.replay.costs.host_work import copies_beside
 from megatron_prism.replay.timeline import Timeline, build_timeline, durations_of, evaluate
 
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
@@ -220,8 +222,9 @@ def _corrected(
         # segments beside those of other streams
         if index in sharing_classes:
             sharing_delays = np.zeros(len(program), dtype=np.int64)
-            segment_delays = _sharing_delays(overlaps.segments)
-            sharing_delays[segment_ops] = np.rint(segment_delays)
+            computing_segments = overlaps.segments[~_copies(program)[segment_ops]]
+            segment_delays = _sharing_delays(computing_segments)
+            sharing_delays[computing_segments["op"]] = np.rint(segment_delays)
             shared = _slower("streams share the GPU")
             class_source = relabelled(class_source, sharing_delays > 0, shared, sources)
             delays += sharing_delays
@@ -335,6 +338,15 @@ def _covered(
     until_begin = np.interp(over["start"], times, covered)
     until_end = np.interp(over["end"], times, covered)
     return np.asarray(until_end - until_begin)
+
+
+def _copies(program: Program) -> np.ndarray:
+    """bool [ops]: segments that copy between device and host beside others."""
+    notes, note_of_op = np.unique(program.ops["note"], return_inverse=True)
+    is_copy = np.zeros(len(notes), dtype=bool)
+    for place, note in enumerate(notes.tolist()):
+        is_copy[place] = copies_beside(program.strings[note])
+    return is_copy[note_of_op.ravel()]
 
 
 def _sharing_delays(segments: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import re
 from megatron_prism.core import groups
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.units import counted, format_bytes
+from megatron_prism.replay.costs.host_work import KINDS
 from megatron_prism.replay.costs.kernels import KERNEL
 
 _KERNELS = {
@@ -38,6 +39,10 @@ _KERNELS = {
     "_fused_adam_": "Adam",
     "multi_tensor_l2norm": "norm of gradients",
     "multi_tensor_scale": "scaling of gradients",
+    "host_memory": "steps on the host",
+    "host_copy": "copies between device and host",
+    "host_copy_unpinned": "copies from unpinned memory",
+    "host_copy_beside": "copies between device and host",
 }
 _LAYER = re.compile(r"(?:chunk(\d+)\.)?(?:(.*?)\.)?layers\.(\d+)(?:\.(.*))?$")
 _MAX_MODULES = 3  # of a segment
@@ -60,7 +65,9 @@ def kernels(note: str) -> str:
         return note
     largest = max(matches, key=lambda match: (int(match["flops"]), int(match["bytes"])))
     name = largest["name"].strip()
-    sizes = [_size(shape) for shape in largest["shapes"].split(",") if shape]
+    sizes = []
+    if name not in KINDS:  # those have threads there
+        sizes = [_size(shape) for shape in largest["shapes"].split(",") if shape]
     # of a product both operands, of other kernels the first
     operand_count = 2 if int(largest["flops"]) else 1
     operands = " by ".join(sizes[:operand_count])

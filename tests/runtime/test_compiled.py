@@ -42,7 +42,7 @@ def test_a_compiled_function_is_one_kernel_unless_it_multiplies_matrices(
 def test_what_lies_between_is_never_on_the_device(monkeypatch):
     """A peak sees arguments, results and what autograd keeps, in the right order for the meter."""
     live, moved = LiveBytes("cpu"), []
-    live.meter = type("Meter", (), {"moved": lambda self, n, b: moved.append(b) or "",
+    live.meter = type("Meter", (), {"moved": lambda self, n, b, t=None: moved.append(b) or "",
                                     "kernel": lambda self, *_: None})()  # fmt: skip
     monkeypatch.setattr(cuda_choices, "_live", live)
 

@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# environment variable of a process whose OMP_NUM_THREADS is our choice, not the job's
+THREADS_UNKNOWN = "PRISM_THREADS_UNKNOWN"
 KEYS = ("arguments", "settings")  # of a source: of a stock job, of a recipe
 _SHOWN = 4  # differences that a message names
 

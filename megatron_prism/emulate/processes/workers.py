@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from megatron_prism.core.errors import MissingSlicesError, NotTrainedError, PrismError
+from megatron_prism.core.jobs.job_settings import THREADS_UNKNOWN
 from megatron_prism.core.messages import progress
 from megatron_prism.core.programs import program
 from megatron_prism.core.programs.slices import WORLD, assemble
@@ -244,8 +245,10 @@ def _far(
 def _environment() -> dict[str, str]:
     """Return the variables of a worker, less those of a launcher of this process."""
     environment = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
-    # ranks run side by side, so each has a core
-    environment.setdefault("OMP_NUM_THREADS", "1")
+    # ranks run side by side, so each has a core; the job may have others
+    if "OMP_NUM_THREADS" not in environment:
+        environment["OMP_NUM_THREADS"] = "1"
+        environment[THREADS_UNKNOWN] = "1"
     return environment
 
 

@@ -44,8 +44,14 @@ from megatron_prism.runtime.recorder.repeats import Repeats
 if TYPE_CHECKING:
     from megatron_prism.emulate.command_line.options import Options
 
-# by these a step leaves work to others, or runs beside one
-_BEYOND = ("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")
+# by these a step leaves work to others, or runs beside one, or what it does depends on which steps
+# ran before it: Megatron's offloading keeps the activations of a microbatch whose backward is next
+# (should_bulk_offload, fine_grained_activation_offload.py:1066 @0.19.0)
+_BEYOND = (
+    "defer_embedding_wgrad_compute",
+    "overlap_moe_expert_parallel_comm",
+    "fine_grained_activation_offloading",
+)
 _SCHEDULE = ("num_microbatches", "seq_length", "micro_batch_size")
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
 PARTS = (

@@ -35,19 +35,16 @@ class LineChange:
     Args:
         options: name without dashes -> value; "" where the name alone says it.
         variables: of the environment -> value.
-        has_known_time: whether a price of the iteration covers what the change does.
     """
 
     options: Mapping[str, str]
     variables: Mapping[str, str] = field(default_factory=dict)
-    has_known_time: bool = True
 
     def with_change(self, other: LineChange) -> LineChange:
         """Return both changes in one."""
         return LineChange(
             {**self.options, **other.options},
             {**self.variables, **other.variables},
-            self.has_known_time and other.has_known_time,
         )
 
     def contradicts(self, other: LineChange) -> bool:
@@ -144,8 +141,7 @@ def _offloaded_optimizer(settings: Mapping[str, str], world: World) -> Ladder:
                     "optimizer-cpu-offload": "",
                     "optimizer-offload-fraction": f"{fraction:g}",
                 }
-                # steps of Adam on the host have no price
-                steps.append(LineChange(options, has_known_time=False))
+                steps.append(LineChange(options))
     return Ladder("optimizer on the host", tuple(steps))
 
 
@@ -168,8 +164,7 @@ def _offloaded_activations(settings: Mapping[str, str], world: World) -> Ladder:
                 "fine-grained-activation-offloading": "",
                 "offload-modules": " ".join(modules),
             }
-            # copies to and from the host have no price
-            steps.append(LineChange(options, _OLDER_OFFLOADING, has_known_time=False))
+            steps.append(LineChange(options, _OLDER_OFFLOADING))
     return Ladder("activations on the host", tuple(steps))
 
 

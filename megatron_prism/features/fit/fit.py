@@ -526,5 +526,5 @@ def _slower(priced: PricedGraph, how: remedies.Recomputation) -> int:
 def _part(note: str, kernels: str, machine: Machine, table: OpTable | None) -> float:
     """The part of a segment's time that these of its kernels take; 0 where it names none."""
     own = "; ".join(one[0] for one in re.finditer(rf"(?:^|(?<=; ))(?:{kernels})", note))
-    mine, whole = (sum(parts_of(text, 0, 0, 0, machine, table)) for text in (own, note))
+    mine, whole = (parts_of(text, 0, 0, 0, machine, table).kernels for text in (own, note))
     return mine / whole if own else 0.0

@@ -133,7 +133,7 @@ class Trials:
         changed = self._weigh(programs)
         slower_ns = None
         ns, ns_before = changed.iteration_ns, self._before.iteration_ns
-        if change.has_known_time and ns is not None and ns_before is not None:
+        if ns is not None and ns_before is not None:
             slower_ns = ns - ns_before
         host_bytes = 0 if changed.host is None else changed.host.rank_bytes
         return TriedChange(

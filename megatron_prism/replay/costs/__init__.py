@@ -7,6 +7,7 @@
     kernels.py          segments that never ran on a GPU: measured kernels, rooflines
     precision.py        in which type products compute, and what MFU is a share of
     host.py             how long the host takes to issue an op
+    host_work.py        what the host computes of large tensors, and copies to it and from it
     host_index.py       how fast a host is, by a benchmark or by traces
     measured_hosts.py   hosts whose index was measured, each once
     machine.py          rates and links of machines

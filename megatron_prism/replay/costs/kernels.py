@@ -37,7 +37,7 @@ from megatron_prism.core import foreign
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.programs.ops import CODE
 from megatron_prism.core.programs.program import Program
-from megatron_prism.replay.costs import machine
+from megatron_prism.replay.costs import host_work, machine
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.provenance import Provenance
 
@@ -482,6 +482,7 @@ NONE = Provenance.NO_SEGMENT
 UNKNOWN = Provenance.UNKNOWN_SEGMENT
 OPS = Provenance.OP_TABLE
 MIXED = Provenance.OP_TABLE_AND_ROOFLINE
+HOST_MEMORY = Provenance.HOST_MEMORY
 SLIGHT = 0.05
 _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 KERNEL = re.compile(
@@ -545,11 +546,20 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
 
 
 class SegmentParts(NamedTuple):
-    """ns of a segment: products and other kernels by the table, and what is a roofline."""
+    """ns of a segment: products and other kernels by the table, what is a roofline, what the
+    device waits for its host, and copies beside all that.
+    """
 
     products: float
     data_movers: float
     roof: int
+    waited: int = 0
+    beside: int = 0
+
+    @property
+    def kernels(self) -> float:
+        """ns of the device's kernels."""
+        return self.products + self.data_movers + self.roof
 
 
 def _slowdown(parts: list[SegmentParts], table: OpTable | None) -> float:
@@ -557,7 +567,7 @@ def _slowdown(parts: list[SegmentParts], table: OpTable | None) -> float:
     depends.
     """
     products = sum(segment.products for segment in parts)
-    remaining = sum(segment.data_movers + segment.roof for segment in parts)
+    remaining = sum(segment.kernels - segment.products + segment.waited for segment in parts)
     if table is None or not products:
         return 1.0
     factor = 1.0
@@ -574,8 +584,11 @@ def _priced(parts: SegmentParts, slower: float) -> tuple[int, int]:
     """(ns, source)."""
     # exp and log differ in the last digit between processors: a half is a half on all of them
     by_table = round(round(slower * parts.products + parts.data_movers, 3))
-    total = by_table + parts.roof
-    if not by_table:
+    of_device = by_table + parts.roof
+    total = max(of_device + parts.waited, parts.beside)
+    if total - of_device > SLIGHT * total:
+        code = HOST_MEMORY
+    elif not by_table:
         code = ROOFLINE
     elif parts.roof / max(1, total) > SLIGHT:
         code = MIXED
@@ -598,12 +611,18 @@ def parts_of(
     """One segment by its kernels; what they leave of its flops and bytes is one more."""
     flops_left, traffic_left, kernels_left = max(0, flops), max(0, traffic), max(1, kernels)
     products = data_movers = 0.0
-    roof = 0
+    roof = waited = beside = 0
     # kernels that the note names
     for match in KERNEL.finditer(note):
         count = int(match["count"] or 1)
         name = match["name"].strip()
         kernel_flops, kernel_bytes = int(match["flops"]), int(match["bytes"])
+        # no kernel, and not among the segment's bytes
+        if name in host_work.KINDS:
+            work = host_work.host_work(name, match["shapes"], kernel_bytes, machine)
+            waited += work.waited
+            beside += work.beside
+            continue
         kernel = MeasuredKernel.parse(
             name, match["shapes"], match["dtype"], kernel_flops, kernel_bytes
         )
@@ -624,7 +643,7 @@ def parts_of(
     if kernels_left > 0:
         unnamed = MeasuredKernel("", (), (), "bfloat16", max(0, flops_left), max(0, traffic_left))
         roof += kernels_left * machine.kernel_ns + _roofline(unnamed, machine)
-    return SegmentParts(products, data_movers, roof)
+    return SegmentParts(products, data_movers, roof, waited, beside)
 
 
 _LISTS = ("multi_tensor_l2norm",)  # one kernel, however many tensors
@@ -649,6 +668,9 @@ def scaled_kernels(note: str, factor: Fraction, most: int = 0) -> tuple[str, int
         name = match["name"].strip()
         count = int(match["count"] or 1)
         num_bytes = int(match["bytes"])
+        # no kernel, and not among the segment's bytes
+        if name in host_work.KINDS:
+            return f"{match['name']}({match['shapes']}):0:{round(num_bytes * factor)}"
         is_scalar = num_bytes <= _SCALARS
         if name in _WHOLE or is_scalar and count < 3:  # of a step, not of each parameter
             return match[0]

@@ -75,6 +75,7 @@ class Machine:
     device_memory   : bytes that the driver says a GPU has (torch.cuda.mem_get_info's total); 0 if
                       nobody said
     gpus_per_host   : where NVLink joins several hosts: GPUs of one; 0: a node is one host
+    host_rate       : bytes per second of copies between a GPU and its host; 0: of PCI Express
     ops             : its table of measured kernels (``kernels``), a name or a file; "" if none
     calls           : likewise its table of calls inside a node, as ``prism calibrate`` writes one
     """
@@ -100,6 +101,7 @@ class Machine:
     leaf_nodes: foreign.Natural = 0
     device_memory: foreign.Natural = 0
     gpus_per_host: foreign.Natural = 0
+    host_rate: RateOrNone = 0.0
 
 
 def machines() -> dict[str, Path]:

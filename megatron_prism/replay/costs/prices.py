@@ -161,6 +161,8 @@ def _provenance_texts(
     texts[Provenance.OP_TABLE_AND_ROOFLINE] = (
         f"modelled: {mixed_text} ({table_source}; {machine.source})"
     )
+    host_text = f"copies to the host and its memory, kernels by {mixed_text}"
+    texts[Provenance.HOST_MEMORY] = f"modelled: {host_text}"
 
     # the model of NCCL, under the settings that it knows
     settings = ""

@@ -40,3 +40,6 @@ class Provenance(IntEnum):
     CALL_BETWEEN_NODES = 12
     CALL_OF_OTHER_GPUS = 13
     EXPERT_CALL = 14
+
+    # computing of which a part is on the host, or copied there
+    HOST_MEMORY = 15

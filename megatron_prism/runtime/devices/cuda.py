@@ -112,7 +112,11 @@ _streams = [Stream()] * 2
 
 
 _NO_MEMORY = types.SimpleNamespace(
-    current=lambda: 0, peak=lambda: 0, reset_peak=lambda: None, history=None
+    current=lambda: 0,
+    peak=lambda: 0,
+    reset_peak=lambda: None,
+    copied=lambda tensor: None,
+    history=None,
 )
 _memory: Any = _NO_MEMORY  # where the memory questions go
 
@@ -195,7 +199,10 @@ def refuse_while_capturing(what: str) -> None:
 
 
 def copied(target: object, source: object, blocks: bool) -> None:
-    """Tell the listener that the current stream copies ``source`` to ``target``."""
+    """Tell who listens that the current stream copies ``source`` to ``target``."""
+    of_device = target if isinstance(target, torch.Tensor) and target.is_meta else source
+    if isinstance(of_device, torch.Tensor):
+        _memory.copied(of_device)
     if copy_listener is not None:
         copy_listener(target, source, blocks)
 

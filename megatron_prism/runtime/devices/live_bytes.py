@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.programs.ops import BEGUN, EMPTIED, WAITED
 from megatron_prism.runtime.devices import cuda, operators
-from megatron_prism.runtime.devices.host_shapes import HostShapes
+from megatron_prism.runtime.devices.host_shapes import LEAST_BYTES, HostShapes
 from megatron_prism.runtime.devices.operators import (
     COPY_INTO_ROWS,
     IN_PLACE,
@@ -532,6 +532,12 @@ class LiveBytes(TorchDispatchMode):
         if self.history is not None and size_and_number is not None:
             self.history.used(size_and_number[1], stream)
 
+    def copied(self, tensor: torch.Tensor) -> None:
+        """A tensor of the device is copied to the host or from there; small ones count nothing."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        if self.meter is not None and num_bytes >= LEAST_BYTES:
+            self.meter.copied(num_bytes)
+
     def _added(self, to: torch.Tensor, grad: object) -> None:
         """``to += grad``: is that autograd's hook of a parameter, which may have its own stream?"""
         node = torch._C._current_autograd_node()
@@ -556,7 +562,7 @@ class LiveBytes(TorchDispatchMode):
         if facts is None:
             facts = self._known[id(func)] = self._ask(func)
         if self.host and not facts[3] and self.host.concerned(args, kwargs):
-            return self.host.answer(func, args, kwargs)  # no kernel of the device
+            return self._on_host(func, args, kwargs)
         _, before, answer, view, launches, takes, in_place = facts
         rows = None  # memory until the operator is through
         if before is not None:
@@ -581,6 +587,13 @@ class LiveBytes(TorchDispatchMode):
             self._take_temporaries(takes, args, cast(torch.Tensor, out))
         del rows
         return out
+
+    def _on_host(self, func: OpOverload, args: operators.Args, kwargs: operators.Kwargs) -> object:
+        """An operator of tensors that are on the host: no kernel of the device."""
+        answer = self.host.answer(func, args, kwargs)
+        if self.meter is not None:
+            self.meter.worked_on_host(func, args, kwargs, answer)
+        return answer
 
     def _of_wrapper(
         self,

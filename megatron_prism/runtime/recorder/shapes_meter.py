@@ -7,11 +7,15 @@ only what it moves.  Views and allocations are no kernels, but deterministic alg
 allocated (torch.utils.deterministic.fill_uninitialized_memory).  A transposed operand of a product
 is marked ``t``.  Stand-ins for fused kernels, which only allocate, say themselves what they would
 have done.
+
+Copies between device and host, and operators of the host on tensors that are kept there, are no
+kernels of the device.  Their bytes stand in the same text, one entry a kind (``HOST_WORK``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from megatron_prism.core.jobs.job_settings import THREADS_UNKNOWN
+from megatron_prism.runtime.devices import cuda
+from megatron_prism.runtime.devices.host_shapes import LEAST_BYTES
 from megatron_prism.runtime.recorder.python_calls import PythonCalls
 
 if TYPE_CHECKING:
@@ -53,7 +60,17 @@ _PUT = frozenset(("index_put_", "scatter_", "scatter_add_", "index_add_", "index
 _LOOPED = ("fp8_", "fill_empty")
 # what torch hands to cuBLAS, whose type its settings decide; Transformer Engine ignores them
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+# what the host does of large tensors (``HostShapes``), in bytes: copies that the computing waits
+# for; copies of another stream, beside the computing; what its own operators read and write
+COPIED, COPIED_BESIDE, ON_HOST = "host_copy", "host_copy_beside", "host_memory"
+# copies of memory that is not pinned, which the host makes piece by piece
+COPIED_UNPINNED = "host_copy_unpinned"
+HOST_WORK = (COPIED, COPIED_BESIDE, COPIED_UNPINNED, ON_HOST)
+# torch's fused Adam reads four tensors and writes three, though its schema says that it writes
+# gradients, too (a scaler's; aten/src/ATen/native/FusedAdam.cpp @2.11)
+_UNCHANGED = "grads"
 COPIED_WHOLE = "clone_dense"  # a clone whose elements lie as those of its source do
+_FROM_HOST = frozenset(("copy_", "_to_copy"))
 _LONGEST = 240  # distinct kernels of a segment that are written out
 
 
@@ -65,6 +82,8 @@ class Work:
     products : matrix products that C++ launches behind others, within one operator
     unseen   : of all products, those for whose shape the library chooses a kernel; an expectation
     python   : calls of the job's functions
+    host     : one of ``HOST_WORK`` with the threads of the host's operators -> bytes, which are
+               not part of ``traffic``
     """
 
     flops: int = 0
@@ -75,12 +94,14 @@ class Work:
     unseen: float = 0.0
     python: int = 0
     calls: Counter[str] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
         """``mm(4096x8192,8192x1024t)bfloat16:68719476736:92274688*2; …``: each distinct kernel
-        with its flops, its bytes and how often it ran; commonest first.
+        with its flops, its bytes and how often it ran; commonest first.  What the host does
+        stands before them.
         """
-        words = []
+        words = [f"{kind}:0:{num_bytes}" for kind, num_bytes in self.host.items()]
         for name, count in self.calls.most_common(_LONGEST):
             if count > 1:
                 name = f"{name}*{count}"
@@ -94,6 +115,36 @@ class Work:
 def _on_meta(values: Sequence[object]) -> list[torch.Tensor]:
     """The tensors of shapes among arguments or results, also inside lists."""
     return [value for value in _flat(values) if isinstance(value, torch.Tensor) and value.is_meta]
+
+
+def _host_threads() -> int:
+    """How many threads an operator of the host has in the job; 0: all of its cores.
+
+    torchrun gives each of several ranks of a host one, unless the job says otherwise
+    (torch/distributed/run.py, config_from_args @2.11); torch takes all cores of the others.
+    """
+    if THREADS_UNKNOWN not in os.environ and os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return int(os.environ["OMP_NUM_THREADS"])
+    is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    return 0 if is_alone else 1
+
+
+def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
+    """All tensors among arguments or results, also inside lists."""
+    return [value for value in _flat(values) if isinstance(value, torch.Tensor)]
+
+
+def _large_source_on_host(name: str, args: Sequence[object]) -> torch.Tensor | None:
+    """The tensor of the host that this operator copies to the device; None if it copies none, or
+    one so small (a batch's tokens) that the copy is a launch like others.
+    """
+    if name not in _FROM_HOST:
+        return None
+    source = args[1] if name == "copy_" else args[0]
+    if not isinstance(source, torch.Tensor) or source.is_meta:
+        return None
+    is_large = source.numel() * source.element_size() >= LEAST_BYTES
+    return source if is_large else None
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -165,6 +216,10 @@ class Meter:
             if filled_bytes:  # as ``zero_`` counts them: in and out
                 self.add("fill_empty", 0, 2 * filled_bytes, outs)
             return
+        source = _large_source_on_host(name, args)
+        if source is not None:
+            self._copied_from_host(source, _on_meta((args[0], out))[0])
+            return
         if name == "clone" and _lie_alike(tensors[0], outs[0]):
             name = COPIED_WHOLE
         formula = flop_registry.get(packet)
@@ -194,6 +249,49 @@ class Meter:
         if flops and dtype == "float32" and name in _PRODUCTS and _allows_tf32():
             dtype = "tf32"
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
+
+    def copied(self, num_bytes: int) -> None:
+        """The current stream copies bytes between device and host."""
+        self._work.kernels += 1  # the host launches it
+        # what computes is on the default stream, and waits for copies there alone
+        kind = COPIED_BESIDE if cuda.current_stream() else COPIED
+        self._work.host[f"{kind}()"] += num_bytes
+
+    def _copied_from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """A tensor of the host was copied to ``target``.  One of another type is converted there
+        first, into memory that is not pinned (aten/src/ATen/native/cuda/Copy.cu, copy_kernel_cuda
+        @2.11).
+        """
+        if source.dtype == target.dtype:
+            self.copied(_bytes_of([source]))
+            return
+        self._work.kernels += 1
+        self._work.host[f"{ON_HOST}({_host_threads()})"] += _bytes_of([source, target])
+        self._work.host[f"{COPIED_UNPINNED}()"] += _bytes_of([target])
+
+    def worked_on_host(
+        self,
+        func: OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object] | None,
+        out: object,
+    ) -> None:
+        """One aten call has been made of tensors of the host; ``func`` computes there."""
+        name = str(func._overloadpacket).removeprefix("aten.")
+        if func.is_view or name in _FREE:
+            return
+        read = _tensors((*args, *(kwargs or {}).values()))
+        written = []
+        names = [argument.name for argument in func._schema.arguments]
+        given_by_name = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and argument.name != _UNCHANGED:
+                written += _tensors((given_by_name.get(argument.name),))
+        if not written:
+            written = _tensors((out,))
+        self._work.kernels += 1  # a segment without any is none, and the call takes time
+        self._work.host[f"{ON_HOST}({_host_threads()})"] += _bytes_of(read) + _bytes_of(written)
 
     def launched_with(self, launches: int, unseen: float) -> None:
         """The kernel that was just added is ``launches`` more, which are products; of all of them

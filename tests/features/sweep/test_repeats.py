@@ -133,7 +133,12 @@ def test_experts_get_the_tokens_of_a_repeated_step_again():
 
 
 @pytest.mark.parametrize(
-    "flag", ["overlap_moe_expert_parallel_comm", "defer_embedding_wgrad_compute"]
+    "flag",
+    [
+        "overlap_moe_expert_parallel_comm",
+        "defer_embedding_wgrad_compute",
+        "fine_grained_activation_offloading",
+    ],
 )
 def test_steps_that_leave_work_to_others_all_run(flag):
     monitor = TrainingMonitor(shapes_only=True)
