@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -61,23 +62,36 @@ def real_parts(job: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         yield name, part["allocated" if name == "end" else "peak"]
 
 
-def our_parts(script: Path, arguments: str, folder: Path) -> dict[str, int | None]:
-    """Return part -> bytes, of ``prism fit`` of a capture of the job."""
-    checkpoint = str(folder / "checkpoint")
-    words = arguments.replace("CHECKPOINT2", checkpoint).replace("CHECKPOINT3", checkpoint)
-    words = words.replace("CHECKPOINT", checkpoint)
+def fitted(script: Path, arguments: str, folder: Path, *flags: str) -> dict[str, Any]:
+    """Return the answer of ``prism fit`` of a capture of a job of one GPU.
+
+    Args:
+        script: that is launched.
+        arguments: of it.
+        folder: for the slices.
+        flags: of the capture.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = str(script.parent)
     prism = [sys.executable, "-m", "megatron_prism"]
     slices = str(folder / "slices")
-    capture = [*prism, "capture", "-o", slices, "--prism-life", "--prism-te-version", "2.20.2"]
+    capture = [*prism, "capture", "-o", slices, *flags, "--prism-te-version", "2.20.2"]
     launch = ["torchrun", "--nproc-per-node", "1", str(script), "--num-workers", "0"]
-    for command in ([*capture, *launch, *words.split()], [*prism, "fit", slices, "--json"]):
+    fit = [*prism, "fit", slices, "--limit", "140GB", "--json"]
+    for command in ([*capture, *launch, *arguments.split()], fit):
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         # fit ends with 1 where the job does not fit
         if done.returncode not in (0, 1) or not done.stdout:
             raise SystemExit(f"{arguments} failed:\n{done.stderr[-1500:]}")
-    (life,) = json.loads(done.stdout)["life"].values()
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def our_parts(script: Path, arguments: str, folder: Path) -> dict[str, int | None]:
+    """Return part -> bytes, of ``prism fit`` of a capture of the job."""
+    checkpoint = str(folder / "checkpoint")
+    words = re.sub(r"CHECKPOINT\d?", checkpoint, arguments)
+    (life,) = fitted(script, words, folder, "--prism-life")["life"].values()
     parts: dict[str, int | None] = life["parts"]
     return parts
 

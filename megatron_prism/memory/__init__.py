@@ -5,6 +5,7 @@ blocks.py        its segments and blocks, and where they are too much
 estimates.py     what nobody has measured of it
 recipe_bound.py  the least that a rank of a recipe needs
 allocator.py     what PyTorch's caching allocator reserves for it
+compiled_replay.py  the same rules compiled, for thousands of replays
 host_lead.py     how far the host is ahead of the device
 steady.py        whether a later iteration runs out where the first ones fit
 nccl_buffers.py  what NCCL's communicators take beside it (device_memory/: a file for each GPU)

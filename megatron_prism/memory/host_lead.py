@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_prism.core.programs.ops import BEGUN, WAITED
 from megatron_prism.core.programs.program import Program
+from megatron_prism.graph.loops import run
 from megatron_prism.memory.allocator import AHEAD
 
 
@@ -63,27 +64,37 @@ class LaunchTimes:
             int64 [launches + 1]; entry n: when the host has made n launches.
         """
         num_launches = len(self.host_ns)
-        device_ends = [0.0] * (num_launches + 1)  # entry n: the device is through with n launches
+        is_wait = np.zeros(num_launches + 1, dtype=np.int64)
+        is_wait[list(self.waits)] = 1
+        device_ends = np.zeros(num_launches + 1)  # entry n: the device is through with n launches
         leads = np.zeros(num_launches + 1, dtype=np.int64)
-        host_now = 0.0
-        num_done = 0
-        for number in range(num_launches + 1):
-            while num_done < number and device_ends[num_done + 1] <= host_now:
-                num_done += 1
-            leads[number] = number - num_done
-            if number == num_launches:
-                break
-            # requests between a launch and the wait behind it came before the wait
-            if number in self.waits:
-                host_now = max(host_now, device_ends[number])
-
-            # the next launch; a full queue holds the host until there is room
-            host_now += self.host_ns[number] * host_factor
-            if number >= queue:
-                host_now = max(host_now, device_ends[number - queue + 1])
-            start = max(device_ends[number], host_now)
-            device_ends[number + 1] = start + self.device_ns[number]
+        host_ns = np.asarray(self.host_ns) * host_factor
+        device_ns = np.asarray(self.device_ns)
+        run(_follow, [host_ns, device_ns, is_wait, queue], [device_ends, leads])
         return leads
+
+
+def _follow(host_ns, device_ns, is_wait, queue, device_ends, leads):  # type: ignore[no-untyped-def]
+    # in a form that runs interpreted and compiled
+    num_launches = len(host_ns)
+    host_now = 0.0
+    num_done = 0
+    for number in range(num_launches + 1):
+        while num_done < number and device_ends[num_done + 1] <= host_now:
+            num_done += 1
+        leads[number] = number - num_done
+        if number == num_launches:
+            break
+        # requests between a launch and the wait behind it came before the wait
+        if is_wait[number]:
+            host_now = max(host_now, device_ends[number])
+
+        # the next launch; a full queue holds the host until there is room
+        host_now += host_ns[number]
+        if number >= queue:
+            host_now = max(host_now, device_ends[number - queue + 1])
+        start = max(device_ends[number], host_now)
+        device_ends[number + 1] = start + device_ns[number]
 
 
 def launch_times(program: Program, times: OpTimes) -> LaunchTimes | None:

@@ -15,26 +15,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
 
 from megatron_prism.core.programs.program import Program
-from megatron_prism.memory import allocator
+from megatron_prism.memory import allocator, compiled_replay
+from megatron_prism.memory.compiled_replay import ReplayedPeak
 from megatron_prism.memory.host_lead import LaunchTimes, OpTimes, cut_history, launch_times
 from megatron_prism.memory.peaks import changes, op_at, site_of
 
 ITERATIONS = 8  # that are replayed behind the recorded one
-DRAWS = 24
-MOST_ROWS = 1_000_000  # of all draws together: some 5 s on an idle host
+DRAWS = 1000
+MOST_ROWS = 1_000_000  # of all draws together: some 3 s on an idle host
+_COMPILED_ROWS = 30  # for each of these: compiled, a row takes a sixteenth of the time
+_FEW_ROWS = 100_000  # of all draws together
+# of reserved bytes: what replays of the requests miss of real ones (docs/accuracy.md); where tokens
+# are routed requests have other sizes, too
+_UNEXPLAINED, _UNEXPLAINED_ROUTED = 0.004, 0.045
+_EXPERTS = ".experts"  # in names of modules
+_SHARES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 _FEWEST_DRAWS, _FEWEST_ITERATIONS = 3, 2  # of programs that are longer
 # of the logarithm of a host's speed, from one iteration to the next: the index of one host was 1.38
 # and 1.02 within five minutes (replay/uncertainty/interval.py)
 _DEVIATION_OF_ITERATIONS = 0.1
 
 Row = tuple[int, ...]  # storage, bytes, stream, launches so far
+# leads at every row, int64 [rows], and bytes of segments (None: any number) -> what came of it
+Replay = Callable[[np.ndarray, int | None], ReplayedPeak]
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Risk:
         unused: bytes of free blocks that are reserved then.
         reserved: of each draw the most bytes of segments if none ran out, ascending.
         follows_times: whether leads follow from the times of launches; else they were drawn.
+        is_routed: whether sizes of requests depend on where tokens are routed.
     """
 
     failed: int
@@ -62,6 +73,7 @@ class Risk:
     unused: int = 0
     reserved: tuple[int, ...] = ()
     follows_times: bool = False
+    is_routed: bool = False
 
     def reserved_at(self, share: float) -> int:
         """Return the bytes of segments that this share of the draws does not exceed.
@@ -71,6 +83,28 @@ class Risk:
         """
         place = math.ceil(share * len(self.reserved)) - 1
         return self.reserved[min(max(place, 0), len(self.reserved) - 1)]
+
+    @property
+    def reserved_band(self) -> tuple[int, int]:
+        """Return the bytes of segments between which nine of ten processes are expected.
+
+        Draws are of the host's speed alone; what else replays miss makes the band wider.
+        """
+        unexplained = _UNEXPLAINED_ROUTED if self.is_routed else _UNEXPLAINED
+        low = self.reserved_at(0.05) * (1 - unexplained)
+        high = self.reserved_at(0.95) * (1 + unexplained)
+        return int(low), int(high)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields, and of all draws' reserved bytes some shares and the band."""
+        fields: dict[str, object] = dict(vars(self))
+        del fields["reserved"]
+        fields["reserved_at"] = {}
+        fields["reserved_band"] = None
+        if self.reserved:
+            fields["reserved_at"] = {str(share): self.reserved_at(share) for share in _SHARES}
+            fields["reserved_band"] = list(self.reserved_band)
+        return fields
 
 
 @dataclass(frozen=True)
@@ -109,6 +143,12 @@ def risk(
     """
     requests = _requests(program)
     draws, repeats = _affordable(requests, most_rows)
+    # loading what is compiled costs as much as a few draws
+    rows_of_draw = len(requests.before) + (repeats + 1) * len(requests.iteration)
+    is_long = not draws or draws * rows_of_draw > _FEW_ROWS
+    is_compiled = is_long and compiled_replay.is_covered(settings)
+    if is_compiled:
+        draws, repeats = _affordable(requests, most_rows * _COMPILED_ROWS)
     if not draws:
         return Risk(failed=0, draws=0, iterations=0)
 
@@ -119,14 +159,17 @@ def risk(
         draw_leads = _drawn_leads(starts, len(rows), draws, seed)
     else:
         draw_leads = _leads_of_hosts(times, launches, requests, rows, starts, draws, seed)
+    replay = _interpreted(rows, settings)
+    if is_compiled:
+        replay = compiled_replay.CompiledReplay(rows).run
     reserved: list[int] = []
     failures: list[tuple[int, allocator.OutOfMemory]] = []  # (place among the starts, request)
     for leads in draw_leads:
-        unlimited = allocator.replay_requests(rows, settings, ahead=leads)
-        reserved.append(unlimited.peak_reserved)
-        if unlimited.peak_reserved <= limit:
+        unlimited = replay(leads, None)
+        reserved.append(unlimited.reserved)
+        if unlimited.reserved <= limit:
             continue
-        failure = allocator.replay_requests(rows, settings, limit, ahead=leads).full
+        failure = replay(leads, limit).full
         if failure is not None:
             place = int(np.searchsorted(starts, failure.event, side="right")) - 1
             failures.append((place, failure))
@@ -136,6 +179,7 @@ def risk(
         iterations=repeats + 1,
         reserved=tuple(sorted(reserved)),
         follows_times=launches is not None,
+        is_routed=any(_EXPERTS in text for text in program.strings),
     )
     if not failures:
         return result
@@ -156,14 +200,30 @@ def risk(
     )
 
 
+def _interpreted(rows: list[Row], settings: allocator.Settings | None) -> Replay:
+    """Return the replay of ``rows`` that Python runs, whatever the options are."""
+
+    def replay(leads: np.ndarray, limit: int | None) -> ReplayedPeak:
+        machine = allocator.replay_requests(rows, settings, limit, ahead=leads.tolist())
+        return ReplayedPeak(machine.peak_reserved, machine.full)
+
+    return replay
+
+
+def _wanted_draws(requests: _Requests) -> int:
+    """How many draws say something."""
+    # without blocks that two streams use, the host's lead changes nothing
+    for row in requests.before + requests.iteration:
+        if row[1] == 0 and row[0] >= 0:
+            return DRAWS
+    return 1
+
+
 def _affordable(requests: _Requests, most_rows: int) -> tuple[int, int]:
     """(draws, iterations behind the recorded one) that ``most_rows`` are enough for; (0, 0) where
     they are not enough for the fewest.
     """
-    draws = DRAWS
-    # without blocks that two streams use, the host's lead changes nothing
-    if not any(row[1] == 0 and row[0] >= 0 for row in requests.before + requests.iteration):
-        draws = 1
+    draws = _wanted_draws(requests)
     length = max(1, len(requests.iteration))
     for repeats in (ITERATIONS, ITERATIONS // 2, _FEWEST_ITERATIONS):
         rows = len(requests.before) + (repeats + 1) * length
@@ -255,8 +315,8 @@ def _leads_of_hosts(
     starts: list[int],
     draws: int,
     seed: int,
-) -> Iterator[list[int]]:
-    """Yield the lead at every row, for every draw of a host."""
+) -> Iterator[np.ndarray]:
+    """Yield the lead at every row, int64 [rows], for every draw of a host."""
     random = np.random.default_rng(seed)
     counts = _launches_behind_begin(requests, rows, starts)
     law = NormalDist()
@@ -288,20 +348,20 @@ def _leads_on_host(
     factor: float,
     counts: list[np.ndarray],
     starts: list[int],
-) -> list[int]:
-    """Return the lead at every row, in launches, on a host whose speed varies.
+) -> np.ndarray:
+    """Return the lead at every row, in launches, on a host whose speed varies; int64 [rows].
 
     In front of the recorded iteration the host builds things and compiles, and the device keeps up.
     """
-    leads = [0] * starts[0]
+    parts = [np.zeros(starts[0], dtype=np.int64)]
     for launches_of_rows in counts:
         varied = factor * math.exp(random.normal(0.0, _DEVIATION_OF_ITERATIONS))
         iteration_leads = launches.leads(varied)
-        leads += iteration_leads[launches_of_rows].tolist()
-    return leads
+        parts.append(iteration_leads[launches_of_rows])
+    return np.concatenate(parts)
 
 
-def _drawn_leads(starts: list[int], num_rows: int, draws: int, seed: int) -> Iterator[list[int]]:
+def _drawn_leads(starts: list[int], num_rows: int, draws: int, seed: int) -> Iterator[np.ndarray]:
     """Yield the launches by which the host is ahead at every row, for every draw.
 
     They are 1 to all that CUDA lets be outstanding, each power of two as likely, and the same
@@ -311,7 +371,7 @@ def _drawn_leads(starts: list[int], num_rows: int, draws: int, seed: int) -> Ite
     lengths = np.diff([0, *starts, num_rows])
     for _ in range(draws):
         powers = random.uniform(0, np.log2(allocator.AHEAD), lengths.size)
-        yield np.repeat(np.exp2(powers).astype(int), lengths).tolist()
+        yield np.repeat(np.exp2(powers).astype(np.int64), lengths)
 
 
 def _where(

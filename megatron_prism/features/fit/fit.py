@@ -211,7 +211,7 @@ class Fit:
             "classes": dict(self.memory.classes),
             **of_host,
             "overruns": {name: vars(overrun) for name, overrun in self.shown_overruns.items()},
-            "risks": {name: vars(risk) for name, risk in self.risks.items()},
+            "risks": {name: risk.to_json() for name, risk in self.risks.items()},
             "free": self.free,
             "changes": [vars(change) for change in self.changes],
             "refused_changes": dict(self.refused),

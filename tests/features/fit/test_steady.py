@@ -95,6 +95,20 @@ def test_shares_of_draws():
     assert [risk.reserved_at(share) for share in (0.0, 0.25, 0.5, 0.9, 1.0)] == [10, 10, 20, 40, 40]
 
 
+@pytest.mark.parametrize(("is_routed", "margin"), [(False, 0.004), (True, 0.045)])
+def test_the_band_is_wider_than_the_draws(is_routed, margin):
+    """Draws are of the host's speed alone; where tokens go nobody has drawn."""
+    risk = steady.Risk(0, 3, 9, reserved=(1000, 2000, 4000), is_routed=is_routed)
+    low, high = risk.reserved_band
+    assert low == pytest.approx(1000 * (1 - margin), abs=1)
+    assert high == pytest.approx(4000 * (1 + margin), abs=1)
+    told = risk.to_json()
+    assert told["reserved_band"] == [low, high]
+    assert told["reserved_at"]["0.5"] == 2000
+    assert "reserved" not in told
+    assert steady.Risk(0, 0, 0).to_json()["reserved_band"] is None
+
+
 @pytest.mark.parametrize(
     ("draws", "words"),
     [
@@ -125,7 +139,7 @@ def test_without_blocks_of_two_streams_one_draw_is_all(with_history):
 
 
 def test_a_program_that_is_too_long_is_not_replayed():
-    assert steady.risk(program(), NEEDS, most_rows=10).draws == 0
+    assert steady.risk(program(), NEEDS, most_rows=1).draws == 0
 
 
 def test_every_repeat_holds_what_the_recorded_iteration_holds():

@@ -1,0 +1,53 @@
+"""Bytes of segments of real processes, and the band between which nine of ten are expected.
+
+``python -m benchmarks.accuracy.reserved_bands SCRIPTS [JOB …]``
+
+SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every job
+of ``results/h200_one_gpu_unseen.json`` is captured on tier ``meta``; ``prism fit`` draws how fast
+its host is (a minute of one core a job).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from benchmarks.accuracy.life_parts import fitted
+from benchmarks.report import RESULTS, Row, finish
+
+SHARE = 90  # percent of processes that a band is for
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("scripts", type=Path)
+    parser.add_argument("jobs", nargs="*", metavar="JOB")
+    args = parser.parse_args()
+    jobs = json.loads((RESULTS / "h200_one_gpu_unseen.json").read_text())["jobs"]
+    script = args.scripts.resolve() / "pretrain_gpt.py"
+    rows = []
+    num_inside = 0
+    names = args.jobs or list(jobs)
+    for name in names:
+        real = jobs[name]["reserved"]
+        with tempfile.TemporaryDirectory() as folder:
+            (risk,) = fitted(script, jobs[name]["arguments"], Path(folder))["risks"].values()
+        low, high = risk["reserved_band"]
+        is_inside = low <= real <= high
+        num_inside += is_inside
+        place = "inside" if is_inside else "outside"
+        print(
+            f"{name}: {real:,} B real, {place}: {low:,} to {high:,} B in {risk['draws']} draws; "
+            f"the draws alone {risk['reserved_at']['0.05']:,} to {risk['reserved_at']['0.95']:,} B",
+            flush=True,
+        )
+        rows.append(Row(f"{name}: width of the band", 100 * (high - low) / real, "%"))
+    percent = 100 * num_inside / len(names)
+    rows.append(Row("real figures inside the band", percent, "%", SHARE, at_least=True))
+    finish("Reserved bytes of jobs of one GPU", rows)
+
+
+if __name__ == "__main__":
+    main()
