@@ -25,8 +25,9 @@ def job(beside=0):
     made = Builder()
     made.memory(0, WEIGHTS, "param:buffer")
     made.memory(1, GRADIENTS, "grad:buffer")
-    for storage in (2, 3, 4):
-        made.memory(storage, OPTIMIZER // 3, "optim:states")
+    # two moments and the parameters in FP32, which are a category of their own
+    for storage, note in ((2, "optim:exp_avg"), (3, "optim:exp_avg_sq"), (4, "master:parameters")):
+        made.memory(storage, OPTIMIZER // 3, note)
     if beside:
         made.memory(6, beside, "other:workspace")
     made.add("compute", phase="forward", microbatch=0)
