@@ -453,11 +453,16 @@ def stuck_devices(judgement: Judgement) -> list[Culprit]:
 
 def devices_that_never_started(judgement: Judgement) -> list[Culprit]:
     """Find ranks, of a timed job, whose device never started their oldest call."""
+    state = judgement.state
     heads: dict[int, Entry] = {}
-    for rank, calls in judgement.state.outstanding.items():
-        if calls:
-            heads[rank] = calls[0]
-    scheduled = {rank: entry for rank, entry in heads.items() if entry.state == "scheduled"}
+    scheduled: dict[int, Entry] = {}
+    for rank, calls in state.outstanding.items():
+        if not calls:
+            continue
+        heads[rank] = calls[0]
+        # behind an older call that its recorder lost, none starts
+        if calls[0].state == "scheduled" and rank not in state.short_rings:
+            scheduled[rank] = calls[0]
 
     # a recorder without timing starts nothing
     if 2 * len(scheduled) >= len(heads):
@@ -516,6 +521,34 @@ def exchanged_queues(judgement: Judgement) -> list[Culprit]:
     return _out_of_order(judgement, queued=True)
 
 
+def _order_conflicts(judgement: Judgement, queued: bool) -> siblings.OrderConflicts:
+    """Find ranks that issued calls in another order than their siblings.
+
+    Args:
+        judgement: What is known.
+        queued: Also compare calls that one sibling queued and another has not yet issued.
+    """
+    state = judgement.state
+
+    # a host that stands still explains all waits: replicas may differ for another reason
+    kinds = {culprit.kind for culprit in judgement.culprits.values()}
+    if kinds == {"host stuck"} and not judgement.held(judgement.culprits):
+        return siblings.OrderConflicts({}, {})
+
+    # what named ranks called says nothing of their siblings
+    conflicts = siblings.find_order_conflicts(state, queued, judgement.culprits)
+
+    # nor does what most siblings did, if they wait where most members of a group never come
+    lone = None
+    if conflicts.opponent_counts:
+        lone = waits.lone_waiters(state, waits.smallest_cycle(state))
+    are_others = lone is not None and conflicts.opponent_counts.keys().isdisjoint(lone.ranks)
+    if lone is not None and lone.kind == "extra call" and are_others:
+        apart = {*judgement.culprits, *lone.ranks}
+        conflicts = siblings.find_order_conflicts(state, queued, apart)
+    return conflicts
+
+
 def _out_of_order(judgement: Judgement, queued: bool) -> list[Culprit]:
     """Name the ranks that issued calls in another order than their siblings.
 
@@ -528,7 +561,7 @@ def _out_of_order(judgement: Judgement, queued: bool) -> list[Culprit]:
     # all members stand in a call: it may end, and the job go on, whatever the order
     if not mismatches and waits.complete_calls(state):
         return []
-    conflicts = siblings.find_order_conflicts(state, queued)
+    conflicts = _order_conflicts(judgement, queued)
     judgement.uncompared = conflicts.uncompared
     opponent_counts = conflicts.opponent_counts
     if not opponent_counts:
@@ -589,7 +622,11 @@ def lone_waiters(judgement: Judgement) -> list[Culprit]:
     if lone is None:
         return []
     judgement.first = lone.call
-    judgement.evidence.append(f"rank {format_ranks(lone.ranks)} {lone.text}")
+    text = f"{ranks_text(lone.ranks)} {lone.text}"
+    # several only wait where most never come
+    if len(lone.ranks) > 1:
+        text = text.replace(" waits in ", " wait in ", 1)
+    judgement.evidence.append(text)
     return [Culprit(rank, lone.kind, lone.text) for rank in lone.ranks]
 
 

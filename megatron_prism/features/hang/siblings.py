@@ -23,6 +23,7 @@ from megatron_prism.features.hang.calls import Calls, Entry
 from megatron_prism.features.hang.mismatch import Mismatch
 from megatron_prism.features.hang.state import (
     NOT_POSTED,
+    STEP_GROUPS,
     CallKey,
     JobState,
     issue_order,
@@ -56,10 +57,12 @@ class Conflict:
     Attributes:
         key: The call about which they disagree.
         text: The calls or messages in question, in words.
+        other_desc: Description of the group of the other call, if there is one.
     """
 
     key: CallKey
     text: str
+    other_desc: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,15 @@ _MAX_COMPARED = 64  # sets of equal siblings of which each is compared with each
 _REFERENCES = 16  # of these, sets that agree, with which each further set is compared
 
 
-def find_order_conflicts(state: JobState, queued: bool = False) -> OrderConflicts:
+def find_order_conflicts(
+    state: JobState, queued: bool = False, apart: Collection[int] = ()
+) -> OrderConflicts:
     """Find the fewest ranks whose removal leaves siblings that agree in the order of their calls.
 
     Args:
         state: The job.
         queued: Also compare calls that one sibling has queued and the other has not yet issued.
+        apart: Ranks that are not compared.
 
     Returns:
         The ranks.  There are none if several choices are as good, or if more than a third of the
@@ -152,27 +158,60 @@ def find_order_conflicts(state: JobState, queued: bool = False) -> OrderConflict
     opponent_counts: dict[int, int] = {}
     conflict_of_rank: dict[int, Conflict] = {}
     uncompared = ""
-    for ranks in state.siblings.values():
+    for siblings_of_place in state.siblings.values():
+        ranks = [rank for rank in siblings_of_place if rank not in apart]
         equal_siblings = _sets_of_equal_siblings(state, ranks, queued)
         if len(equal_siblings) > _MAX_COMPARED:
             uncompared = (
                 f"of {len(equal_siblings)} siblings that made unlike calls, {_MAX_COMPARED} were "
                 f"compared with each other, the rest with {_REFERENCES} of these that agree"
             )
-        comparison = _compare_sets(list(equal_siblings.values()), queued)
+        comparison = _compare_sets(state, list(equal_siblings.values()), queued)
 
         # what holds for the compared rank of a set holds for all ranks of the set
         excluded: dict[int, int] = {}
         for first, opponent_count in comparison.exclusion.opponent_counts.items():
+            conflict = comparison.conflicts[first]
             for rank in equal_siblings[first].ranks:
                 excluded[rank] = opponent_count
-                conflict_of_rank[rank] = comparison.conflicts[first]
+                conflict_of_rank[rank] = conflict
+        for rank in _agreeing_with_twins(state, ranks, excluded, queued):
+            del excluded[rank], conflict_of_rank[rank]
 
         # two programs, and no sign which of them is wrong
         if not comparison.exclusion.is_unique or 3 * len(excluded) > len(ranks):
             return OrderConflicts({}, {}, uncompared)
         opponent_counts |= excluded
     return OrderConflicts(opponent_counts, conflict_of_rank, uncompared)
+
+
+_TWINS = 3  # ranks, at least, among which one may be the odd one
+
+
+def _agreeing_with_twins(
+    state: JobState, ranks: Sequence[int], suspects: Collection[int], queued: bool
+) -> set[int]:
+    """Find suspects that agree with the siblings at their place in the model-parallel groups.
+
+    The first rank of a tensor-parallel group may rightly make calls that the others do not make,
+    as the first ranks of the other replicas do.
+    """
+    twins_of_place: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for rank in ranks:
+        twins_of_place[state.model_place(rank)].append(rank)
+    agreeing: set[int] = set()
+    for twins in twins_of_place.values():
+        suspected_twins = set(twins).intersection(suspects)
+        # all siblings are twins, or too few are to tell the odd one
+        if not suspected_twins or not _TWINS <= len(twins) < len(ranks):
+            continue
+        equal_twins = _sets_of_equal_siblings(state, twins, queued)
+        exclusion = _compare_sets(state, list(equal_twins.values()), queued).exclusion
+        odd_twins: set[int] = set()
+        for first in exclusion.opponent_counts:
+            odd_twins.update(equal_twins[first].ranks)
+        agreeing |= suspected_twins - odd_twins
+    return agreeing
 
 
 @dataclass(frozen=True)
@@ -188,7 +227,9 @@ class _Comparison:
     conflicts: dict[int, Conflict]
 
 
-def _compare_sets(equal_siblings: Sequence[_EqualSiblings], queued: bool) -> _Comparison:
+def _compare_sets(
+    state: JobState, equal_siblings: Sequence[_EqualSiblings], queued: bool
+) -> _Comparison:
     """Compare one rank of each set with one rank of other sets.
 
     A job of a thousand siblings that all differ would have half a million pairs.  So only the first
@@ -198,7 +239,7 @@ def _compare_sets(equal_siblings: Sequence[_EqualSiblings], queued: bool) -> _Co
     conflicts: dict[int, Conflict] = {}
     in_pairs = equal_siblings[:_MAX_COMPARED]
     for earlier, later in itertools.combinations(in_pairs, 2):
-        conflict = _find_conflict(later.issued, earlier.issued, queued)
+        conflict = _conflict_of_sets(state, later, earlier, queued)
         if conflict is not None:
             opponents[later.ranks[0]].add(earlier.ranks[0])
             opponents[earlier.ranks[0]].add(later.ranks[0])
@@ -218,13 +259,30 @@ def _compare_sets(equal_siblings: Sequence[_EqualSiblings], queued: bool) -> _Co
     for further in equal_siblings[_MAX_COMPARED:]:
         opponent_count = 0
         for reference in references:
-            conflict = _find_conflict(further.issued, reference.issued, queued)
+            conflict = _conflict_of_sets(state, further, reference, queued)
             if conflict is not None:
                 opponent_count += len(reference.ranks)
                 conflicts.setdefault(further.ranks[0], conflict)
         if opponent_count:
             opponent_counts[further.ranks[0]] = opponent_count
     return _Comparison(Exclusion(opponent_counts, is_unique=True), conflicts)
+
+
+def _conflict_of_sets(
+    state: JobState, left: _EqualSiblings, right: _EqualSiblings, queued: bool
+) -> Conflict | None:
+    """Find a call about which two sets of siblings disagree.
+
+    Replicas with other numbers of microbatches rightly make other calls.
+    """
+    conflict = _find_conflict(left.issued, right.issued, queued)
+    if conflict is None:
+        return None
+    for rank in (left.ranks[0], right.ranks[0]):
+        for desc in (conflict.key.desc, conflict.other_desc):
+            if desc and state.unlike_replicas(rank, desc):
+                return None
+    return conflict
 
 
 def fewest_at_odds(opponents: Mapping[int, set[int]], sizes: Mapping[int, int]) -> Exclusion:
@@ -350,7 +408,10 @@ def _issued_calls(state: JobState, rank: int, queued: bool) -> _IssuedCalls:
             ended_position.setdefault(key, position)
 
     batches: dict[tuple[str, int], Way] = {}
+    cut_batch = state.cut_batch(rank)
     for message in state.messages(rank):
+        if message.launch == cut_batch:
+            continue
         earlier_steps = batches.get((message.desc, message.seq), ())
         step = MessageStep(message.op, state.step(rank, message))
         batches[message.desc, message.seq] = (*earlier_steps, step)
@@ -396,7 +457,8 @@ def _conflict_of_recorded_order(left: _IssuedCalls, right: _IssuedCalls) -> Conf
     if exchanged is None:
         return None
     first, second = exchanged
-    return Conflict(first, f"{first.desc} #{first.seq} and {second.desc} #{second.seq}")
+    text = f"{first.desc} #{first.seq} and {second.desc} #{second.seq}"
+    return Conflict(first, text, second.desc)
 
 
 def _conflict_of_counts(left: _IssuedCalls, right: _IssuedCalls) -> Conflict | None:
@@ -417,7 +479,8 @@ def _conflict_of_counts(left: _IssuedCalls, right: _IssuedCalls) -> Conflict | N
             missing.append(CallKey(desc, False, count + 1))
     first_missing = min(missing, key=lambda key: right.first_position.get(key, unrecorded))
     desc_of_left_lead = next(iter(left_leads))
-    return Conflict(first_missing, f"{desc_of_left_lead} and {first_missing.desc}")
+    text = f"{desc_of_left_lead} and {first_missing.desc}"
+    return Conflict(first_missing, text, desc_of_left_lead)
 
 
 def _conflict_of_queues(left: _IssuedCalls, right: _IssuedCalls) -> Conflict | None:
@@ -437,7 +500,7 @@ def _conflict_of_queues(left: _IssuedCalls, right: _IssuedCalls) -> Conflict | N
 
     for key in right.outstanding:
         if key in queue_position and queue_position[key] > queue_position[first_lacking]:
-            return Conflict(key, f"{first_lacking.desc} and {key.desc}")
+            return Conflict(key, f"{first_lacking.desc} and {key.desc}", first_lacking.desc)
     return None
 
 
@@ -679,8 +742,6 @@ def _posted_fewer_messages(state: JobState, rank: int, desc: str) -> bool:
 
 
 # -- rhythm: which ranks changed the messages of their iterations? --------------------------------
-# groups in which each optimizer step makes a call: by their beginnings
-_STEP_GROUPS = ("INTRA_", "EMBEDDING", "MODEL_PARALLEL", "DATA_PARALLEL")
 
 
 @dataclass(frozen=True)
@@ -774,7 +835,7 @@ def _iterations_by_counters(state: JobState, rank: int) -> int:
     """Return an upper bound of the iterations of ``rank``: the calls of optimizer steps."""
     step_counts: list[int] = []
     for desc, count in state.all_counts(rank).items():
-        if desc.startswith(_STEP_GROUPS):
+        if desc.startswith(STEP_GROUPS):
             step_counts.append(count)
     return min(step_counts, default=0)
 
@@ -815,6 +876,7 @@ def _first_deviation(batches: Sequence[Way], period: int) -> int | None:
 def batches_of(state: JobState, rank: int) -> dict[str, dict[int, MessageBatch]]:
     """Collect the messages of ``rank`` by batch: group name -> number -> batch."""
     messages = state.messages(rank)
+    cut_batch = state.cut_batch(rank)
     step_of_part: list[MessageStep] = []
     for part in messages.parts:
         step_of_part.append(MessageStep(part.op, state.step(rank, part)))
@@ -823,6 +885,8 @@ def batches_of(state: JobState, rank: int) -> dict[str, dict[int, MessageBatch]]
     issued_together: dict[str, dict[int, list[tuple[int, MessageStep]]]] = {}
     indices, numbers = messages.part.tolist(), messages.seq.tolist()
     for place, (index, number) in enumerate(zip(indices, numbers, strict=True)):
+        if (messages.parts[index].group, True, number) == cut_batch:
+            continue
         numbered = issued_together.setdefault(messages.parts[index].group, {})
         numbered.setdefault(number, []).append((place, step_of_part[index]))
 

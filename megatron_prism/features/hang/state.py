@@ -22,6 +22,9 @@ from megatron_prism.core.world import ranks_text
 from megatron_prism.features.hang.calls import NO_CALLS, CallPart, Calls, Entry, Integers, Launch
 from megatron_prism.features.hang.dumps import DumpSet, Group
 
+# groups in which each optimizer step makes a call: by their beginnings
+STEP_GROUPS = ("INTRA_", "EMBEDDING", "MODEL_PARALLEL", "DATA_PARALLEL")
+_OF_MODEL = ("TENSOR_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
 _PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"  # as Megatron describes it
 _PIPELINE_WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
 
@@ -302,6 +305,7 @@ class JobState:
         self._outstanding_of_routes: dict[_RankAndRoute, Calls] = {}
         self._all_of_routes: dict[_RankAndRoute, Calls] = {}
         self._numbered: dict[tuple[int, str], NumberedCalls] = {}
+        self._up_to_steps: dict[tuple[int, str], dict[CallKey, tuple[int, int]]] = {}
 
         self.groups = self._collect_groups(observed.listed)
         self.pairs = self._message_groups()
@@ -454,24 +458,38 @@ class JobState:
             counts[rank][desc] = count
         return counts
 
+    def model_place(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """Return the place of a rank in its tensor- and context-parallel groups."""
+        places: list[tuple[str, int]] = []
+        for name in self.groups_of[rank]:
+            group = self.groups[name]
+            if group.desc.startswith(_OF_MODEL):
+                places.append((group.desc, self._place(name, rank)))
+        return tuple(sorted(places))
+
     def siblings_of(self, rank: int) -> list[int]:
         """Return the ranks with a dump at the rank's place of the pipeline, itself among them."""
         return self.siblings[self.role.get(rank, 0)]
 
     def unlike_replicas(self, rank: int, desc: str) -> bool:
-        """Tell whether siblings that stand in the same call made unlike numbers of other calls.
+        """Tell whether siblings made unlike numbers of calls up to the same call.
 
-        They are replicas with more microbatches, of which numbers say nothing.
+        They are replicas with more microbatches, of which numbers say nothing.  The call is one in
+        which they stand, or one of an optimizer step that ended.
 
         Args:
             rank: A rank, which does not count.
             desc: Description of the groups whose calls and messages are counted.
 
         Returns:
-            Whether several siblings differ from most that stand in the same call.
+            Whether several siblings differ from most in one of these.
         """
         counts_of_call: dict[object, Counter[object]] = defaultdict(Counter)
+        counts_of_step: dict[object, Counter[object]] = defaultdict(Counter)
         for sibling in self.siblings_of(rank):
+            if sibling != rank:
+                for step, counts_up_to in self._counts_up_to_steps(sibling, desc).items():
+                    counts_of_step[step][counts_up_to] += 1
             head = self.head(sibling)
             if sibling == rank or head is None or head.desc == desc or head.pair:
                 continue
@@ -481,7 +499,43 @@ class JobState:
         differing = 0
         for counts in counts_of_call.values():
             differing += counts.total() - max(counts.values())
+        for counts in counts_of_step.values():
+            differing = max(differing, counts.total() - max(counts.values()))
         return differing > 1
+
+    def _counts_up_to_steps(self, rank: int, desc: str) -> dict[CallKey, tuple[int, int]]:
+        """Count the calls of a description that a rank issued up to those of optimizer steps.
+
+        Args:
+            rank: A rank.
+            desc: Description of the groups whose calls are counted.
+
+        Returns:
+            The first recorded call of each group of optimizer steps, if it ended -> collectives and
+            messages issued before it.
+        """
+        known = self._up_to_steps.get((rank, desc))
+        if known is not None:
+            return known
+        calls = self.dumps[rank].entries
+        counted = calls.places(lambda part: part.desc == desc and not part.closes_batch)
+        is_message = calls.pair[counted]
+        counts: dict[CallKey, tuple[int, int]] = {}
+        for part, places in calls.parts_and_places:
+            is_step = part.desc.startswith(STEP_GROUPS) and part.desc != desc
+            if not is_step or not part.done or part.pair:
+                continue
+            for place in places.tolist():
+                before = counted < place
+                collectives = counted[before & ~is_message]
+                messages = counted[before & is_message]
+                last_collective = calls.seq[collectives].max(initial=-1)
+                last_message = calls.seq[messages].max(initial=-1)
+                number = int(calls.seq[place])
+                key = CallKey(part.desc, False, number)
+                counts[key] = int(last_collective), int(last_message)
+        self._up_to_steps[rank, desc] = counts
+        return counts
 
     # -- questions --------------------------------------------------------------------------------
     def head(self, rank: int) -> Entry | None:
@@ -883,6 +937,34 @@ class JobState:
             if any(name not in dump.status for name in self._uncounted_of_cut(rank)):
                 hidden_ranks.add(rank)
         return hidden_ranks
+
+    @cached_property
+    def short_rings(self) -> set[int]:
+        """Ranks whose recorder begins with a call that did not end, and had calls before it.
+
+        Older calls may wait, too, and of the batch of that call the beginning may be lost.
+        """
+        short: set[int] = set()
+        for rank, dump in self.dumps.items():
+            calls = dump.entries
+            # a dump of outstanding calls alone has them all
+            is_ring = calls.is_history or self.history
+            if not calls or not is_ring:
+                continue
+            first_record = int(calls.record[0])
+            first_ended = bool(calls.done[0])
+            if first_record > 0 and not first_ended:
+                short.add(rank)
+        return short
+
+    def cut_batch(self, rank: int) -> Launch | None:
+        """Return the batch of messages of which the recorder of ``rank`` may lack the beginning."""
+        if rank not in self.short_rings:
+            return None
+        first = self.dumps[rank].entries[0]
+        if not first.pair:
+            return None
+        return first.launch
 
     def mute(self) -> list[int]:
         """Return ranks whose dumps have neither calls nor counters, where others have counters.

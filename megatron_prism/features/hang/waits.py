@@ -650,7 +650,10 @@ def lone_waiters(state: JobState, cycle: list[int]) -> LoneWaiters | None:
     if split.has_come:
         text = f"waits in {call_text(split.call)}, to which most of its members never come"
         return LoneWaiters(split.call, split.minority, "extra call", text)
-    text = f"left out {call_text(split.call)}, in which all other members wait, and went on"
+    others_text = "all other members"
+    if not set(state.missing).isdisjoint(state.groups[split.call.group].ranks):
+        others_text = "all other members with a dump"
+    text = f"left out {call_text(split.call)}, in which {others_text} wait, and went on"
     return LoneWaiters(split.call, split.minority, "skipped call", text)
 
 
@@ -689,11 +692,12 @@ def _split_of(state: JobState, call: Entry) -> _Split | None:
     for member in members:
         if member in state.dumps and member not in arrived:
             absent.append(member)
-    if len(arrived) < len(absent):
+    # members without a dump may have come, or not
+    if 2 * len(absent) > len(members):
         return _Split(call, arrived, has_come=True)
 
     # several that did not come wait for others
-    if len(absent) > 1:
+    if len(absent) > 1 or 2 * len(arrived) <= len(members):
         return None
     return _Split(call, absent, has_come=False)
 

@@ -13,6 +13,8 @@ from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.features.hang import analyze as hang
+from megatron_prism.features.hang import waits
+from megatron_prism.features.hang.state import JobState
 from megatron_prism.graph import stall
 
 TP, DP = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"
@@ -86,13 +88,27 @@ def test_who_rightly_makes_other_calls_is_not_named(world, unlike, rank, change,
     assert named(found) <= {rank}, found
 
 
-def test_a_whole_group_that_agrees_is_never_certain():
-    """Nothing that ended tells whether ranks 0 to 3 may have a microbatch more; they were certain
-    beside 13, which leaves out a call."""
+def test_replicas_whose_first_iteration_is_longer_are_not_named_beside_a_rank_that_errs():
+    """Ranks 0 to 3 have a microbatch more: their calls up to the step, which ended, say so."""
     found = judged(SIXTEEN, "more microbatches", {13: leaves_out(0, MP)}, FULL)
-    assert 13 in named(found)
-    assert found.confidence == "possible"
-    assert "perhaps they rightly make other calls" in str(found.evidence)
+    assert named(found) == {13}
+
+
+@pytest.mark.parametrize("rank", [2, 4, 11, 13])
+@pytest.mark.parametrize("change", [repeats(0), leaves_out(0, DP), leaves_out(1, TP)])
+def test_the_first_of_a_group_makes_calls_that_the_firsts_of_others_make(rank, change):
+    """Ranks 0 to 12:4 report, and the others do not; ranks 0, 4 and 12 were certain."""
+    found = judged(SIXTEEN, "firsts report", {rank: change}, FULL)
+    assert named(found) <= {rank}, found
+
+
+def test_a_whole_group_that_agrees_is_a_doubt():
+    ops = [op for _ in range(3) for op in iteration(SIXTEEN, 0, "")]
+    programs = Programs.one_per_rank([Program.from_ops(r, ops) for r in range(16)], SIXTEEN)
+    state = JobState(dumps_of(stall.run_until_stalled(programs), **FULL))
+    doubts = waits.supporting_evidence(state, [0, 1, 2, 3])
+    assert any("perhaps they rightly make other calls" in doubt for doubt in doubts)
+    assert not waits.supporting_evidence(state, [0, 1, 2])
 
 
 @pytest.mark.parametrize(
