@@ -19,6 +19,8 @@ _KERNELS = {
     "gemm": "matrix product",
     "_scaled_mm": "matrix product",
     "gemm_wgrad": "matrix product of a weight's gradient",
+    "gemm_block": "matrix product in blocks of FP8",
+    "gemm_wgrad_block": "matrix product of a weight's gradient in blocks of FP8",
     "bmm": "batched matrix product",
     "baddbmm": "batched matrix product",
     "norm": "normalization",

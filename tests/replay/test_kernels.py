@@ -177,6 +177,35 @@ def test_deterministic_algorithms_fill_what_is_allocated(tmp_path, stored):
     assert parts == (0, pytest.approx(2 * 800), 0, 0, 0)
 
 
+def test_products_of_experts_are_as_many_small_ones():
+    """Thirty-two experts of 512 tokens take far longer than one product of 16,384."""
+    h200 = kernels.table_of(machine("h200"))
+    flops = 2 * 512 * 2048 * 1024
+    note = f"grouped_gemm(512x2048,1024x2048,512x1024)bfloat16:{{}}:{8 << 20}"
+    one = parts_of(note.format(flops), 0, 0, 1, H200, h200).data_movers
+    all_experts = parts_of(note.format(32 * flops), 0, 0, 1, H200, h200).data_movers
+    assert all_experts == pytest.approx(32 * one)
+    # a start of a kernel less than by itself: Transformer Engine has four streams for them
+    single = f"gemm(512x2048,1024x2048,512x1024)bfloat16:{flops}:{8 << 20}"
+    alone = parts_of(single, 0, 0, 1, H200, h200).products
+    assert 0.5 * alone <= one < alone
+    whole = f"gemm(16384x2048,1024x2048,16384x1024)bfloat16:{32 * flops}:{8 << 20}"
+    assert all_experts > 1.3 * parts_of(whole, 0, 0, 1, H200, h200).products
+
+
+def test_products_in_blocks_of_fp8_are_slower():
+    """h200_fourteen_alone.json, blockwise: one profiled iteration of twelve layers."""
+    h200 = kernels.table_of(machine("h200"))
+    shapes = "(8192x2560,13824x2560,8192x13824)float8_e4m3fn"
+    flops = 2 * 8192 * 2560 * 13824
+    for name, factor in (("gemm", 1.14), ("gemm_wgrad", 1.39)):
+        plain, of_blocks = (
+            parts_of(f"{called}{shapes}:{flops}:8", 0, 0, 1, H200, h200).products
+            for called in (name, f"{name}_block")
+        )
+        assert of_blocks == pytest.approx(factor * plain)
+
+
 def test_dropout_and_a_fixed_order_make_attention_longer(tmp_path, stored):
     stored["options"] = {"attention_dropout": 1.5}
     path = tmp_path / "options.json"

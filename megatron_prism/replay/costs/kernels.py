@@ -23,7 +23,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
@@ -113,8 +113,12 @@ _ALIKE = {
 _ARITHMETIC = frozenset(("add", "sub", "mul", "div", "where", "maximum"))
 # cuBLASLt's through Transformer Engine, which computes in TF32 wherever all operands are fp32
 # (common/gemm/cublaslt_gemm.cu:445 @v2.20); torch's do so only if the job asked for it
-_OF_TRANSFORMER_ENGINE = frozenset(("gemm", "gemm_wgrad", "grouped_gemm"))
-_SINGLE = ("mm", "addmm", "_scaled_mm", "gemm", "gemm_wgrad")
+_GEMMS = ("gemm", "gemm_wgrad", "gemm_block", "gemm_wgrad_block")
+_OF_TRANSFORMER_ENGINE = frozenset((*_GEMMS, "grouped_gemm"))
+_SINGLE = ("mm", "addmm", "_scaled_mm", *_GEMMS)
+# cuBLAS's streams of Transformer Engine, on which products of experts overlap: what starts a kernel
+# is hidden on all but one of them (nvte_multi_tensor_gemm, cublaslt_gemm.cu @v2.18)
+_EXPERT_STREAMS = 4
 _BATCHED = ("bmm", "baddbmm")
 PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to slow down
 # what the recorder appends to ``attention`` (``runtime/te_kernels/attention.announce``)
@@ -241,8 +245,31 @@ class OpTable:
             **dict.fromkeys(_SINGLE, self._product),
             **dict.fromkeys(_BATCHED, self._batched),
             **{f"attention{suffix}": self._attention for suffix in _ATTENTION},
-            "grouped_gemm": lambda _: None,
+            "grouped_gemm": self._products_of_experts,
         }
+
+    @cached_property
+    def _shortest_ns(self) -> float:
+        """The shortest kernel, which is what it takes to start one."""
+        return min((float(ns[0]) for _, ns in self.kernels.values()), default=0.0)
+
+    def _products_of_experts(self, kernel: MeasuredKernel) -> float | None:
+        """As many products like that of the shapes as have the flops: one of each expert."""
+        if len(kernel.shapes) < 3 or not all(kernel.shapes[:3]):
+            return None
+        first, _, out = kernel.shapes[:3]
+        flops_of_one = 2 * math.prod(first) * out[-1]
+        if not flops_of_one:
+            return None
+        one = replace(kernel, name="gemm", flops=flops_of_one)
+        ns_of_one = self._product(one)
+        if ns_of_one is None:
+            return None
+        hidden_share = (_EXPERT_STREAMS - 1) / _EXPERT_STREAMS
+        hidden_ns = self._shortest_ns * hidden_share
+        beside_others_ns = max(ns_of_one - hidden_ns, ns_of_one / 2)
+        num_experts = kernel.flops / flops_of_one
+        return num_experts * beside_others_ns
 
     def _product(self, kernel: MeasuredKernel) -> float | None:
         """C[m, n] = A[m, k] B[k, n]; tn, nn, nt say how A and B lie."""
@@ -263,7 +290,8 @@ class OpTable:
         ns_inside = grid.at(sizes_inside)
         if ns_inside is None:
             return None
-        return ns_inside * math.prod(sizes) / math.prod(sizes_inside)
+        factor = self.options.get(kernel.name, 1.0)
+        return factor * ns_inside * math.prod(sizes) / math.prod(sizes_inside)
 
     def _batched(self, kernel: MeasuredKernel) -> float | None:
         """Of attention without a fused kernel: two sides as long as the sequence, one short."""
@@ -380,11 +408,12 @@ def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
         return None
     *leading, last = shapes[0]
     rows = math.prod(leading)
-    if kernel.name == "gemm_wgrad":  # dy[rows, m], and x[rows, n] in FP8 maybe turned
+    name = kernel.name.removesuffix("_block")
+    if name == "gemm_wgrad":  # dy[rows, m], and x[rows, n] in FP8 maybe turned
         n = kernel.flops // (2 * rows * last) or shapes[1][-1]
         return "nt", last, n, rows
     layout = "nt" if turned[0] else "nn"
-    if kernel.name == "gemm":  # W as it is stored, [n, k] or [k, n]
+    if name == "gemm":  # W as it is stored, [n, k] or [k, n]
         n = kernel.flops // (2 * rows * last)
         if shapes[1] == (n, last):
             layout = "tn"

@@ -63,6 +63,11 @@ def _read(tensor: Values) -> Tensor | None:
     return data
 
 
+def _is_scaled_by_blocks(operand: Values) -> bool:
+    """Whether blocks of an operand in FP8 have scales of their own: other kernels multiply them."""
+    return type(operand).__name__.startswith("Float8Blockwise")
+
+
 def _product(
     a: Tensor, transa: bool, b: Tensor, transb: bool, out: Tensor, accumulate: bool
 ) -> Tensor:
@@ -164,6 +169,8 @@ def generic_gemm(
     name = "gemm"
     if transb:
         name = "gemm_wgrad"
+    if _is_scaled_by_blocks(A):
+        name += "_block"
     operands = [_read(B), _read(A), _read(out)]
     fused(name, _flops(A, transa, shape), *operands)
     if uncast is not None:
@@ -209,9 +216,15 @@ def te_general_grouped_gemm(
     if out is None:
         out = [new(shape, dtype_of(dtype)) for shape in shapes]
     flops_of_experts = [_flops(a, transa, shape) for a, shape in zip(A, shapes, strict=True)]
-    operands = [_read(tensor) for tensor in (*A, *B, *out)]
-    fused("grouped_gemm", sum(flops_of_experts), *operands)
-    _launch_of_each_expert(counts, flops_of_experts, operands[0])
+    # operands of the first expert that has tokens say what kind of products they are
+    busy = next((number for number, flops in enumerate(flops_of_experts) if flops), 0)
+    shown, others = list[Values](), list[Values]()
+    for tensors in (B, A, out):
+        place = min(busy, len(tensors) - 1)
+        for number, tensor in enumerate(tensors):
+            (shown if number == place else others).append(_read(tensor))
+    fused("grouped_gemm", sum(flops_of_experts), *shown, *others)
+    _launch_of_each_expert(counts, flops_of_experts, shown[0])
     if not out[0].is_meta:
         _multiply_experts(A, transa, B, transb, out, shapes, bias, single, grad, accumulate)
     return bias
