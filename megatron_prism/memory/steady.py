@@ -29,8 +29,9 @@ from megatron_prism.memory.peaks import changes, op_at, site_of
 
 ITERATIONS = 8  # that are replayed behind the recorded one
 DRAWS = 1000
-MOST_ROWS = 1_000_000  # of all draws together: some 3 s on an idle host
-_COMPILED_ROWS = 30  # for each of these: compiled, a row takes a sixteenth of the time
+MOST_ROWS = 1_000_000  # of all draws together, in Python: some 3 s on an idle host
+# as many for each of those where the replay is compiled, in which a row takes a sixteenth as long
+_COMPILED_ROWS = 30
 _FEW_ROWS = 100_000  # of all draws together
 # of reserved bytes: what replays of the requests miss of real ones (docs/accuracy.md); where tokens
 # are routed requests have other sizes, too
@@ -136,7 +137,8 @@ def risk(
         program: its iteration counts as the one that all later ones repeat.
         limit: bytes of segments that the allocator may hold.
         settings: the allocator's options.
-        most_rows: requests of all draws together.
+        most_rows: requests of all draws together, in Python; ``_COMPILED_ROWS`` times as many where
+            the replay is compiled.
         seed: of the draws.
         times: of the program's ops; None: the host's lead is anything that CUDA allows, as it is
             where the process's requests are not known.

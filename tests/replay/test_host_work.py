@@ -23,10 +23,11 @@ GIB = 1 << 30
 
 def test_rates_are_those_of_the_measured_host():
     measured = json.loads((RESULTS / "h200_host_work.json").read_text())
+    # of a job's step on eight threads: Adam by itself is faster, on fewer threads by as much
     for threads in (1, 2, 4, 8):
         best, _ = measured["adam"][str(threads)]
         rate = 1e9 / host_work("host_memory", str(threads), 10**9, H200).waited
-        assert rate == pytest.approx(best, rel=0.25)
+        assert rate == pytest.approx(best / 2.3, rel=0.3)
     for direction in ("d2h", "h2d"):
         pinned = measured["copies"][f"{direction} pinned 512"]
         assert 1e9 / host_work("host_copy", "", 10**9, H200).waited == pytest.approx(pinned, 0.02)

@@ -94,6 +94,20 @@ def test_a_copy_to_another_type_is_converted_on_the_host_first(recorded, monkeyp
     }
 
 
+def test_an_asynchronous_copy_to_another_type_is_converted_on_the_device(recorded):
+    """As HybridDeviceOptimizer copies its parameters back (hybrid_optimizer.py:124 @0.19.0)."""
+
+    def step(meter):
+        copy = torch.empty(NUMBERS, device="cuda").cpu()
+        weight = torch.empty(NUMBERS, device="cuda", dtype=torch.bfloat16)
+        meter.take()
+        weight.copy_(copy, non_blocking=True)
+
+    work = recorded(step)
+    assert dict(work.host) == {"host_copy()": 4 * NUMBERS}
+    assert work.traffic == (4 + 2) * NUMBERS
+
+
 def test_copies_of_another_stream_are_beside_the_computing(recorded):
     def step(meter):
         weight = torch.empty(NUMBERS, device="cuda")

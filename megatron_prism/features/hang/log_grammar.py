@@ -216,7 +216,10 @@ LINES = (
     _line(
         says=Says.REPORT,
         word=" : ",
-        pattern=r"^\s*(?P<name>time|rank|exitcode)\s*: (?P<value>-?\d[\d_:-]*)",
+        pattern=(
+            r"^\s*(?:(?P<name>rank|exitcode)\s*: (?P<value>-?\d+)(?![\d-])"
+            r"|time\s*: (?P<time>\d[\d_:-]*))"
+        ),
         source="torch/distributed/elastic/multiprocessing/errors, ChildFailedError; lzhxmu/CPPO#6",
         example="  exitcode  : -9 (pid: 14750)",
     ),

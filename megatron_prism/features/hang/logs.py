@@ -328,13 +328,13 @@ class _Log:
         """Read how the process of a rank ended, by Composer or mpirun."""
         rank = int(match["rank"])
         fields = match.groupdict()
-        # mpirun names the process that ended first
         if "signal" not in fields:
             end = Exit(rank, int(match["code"]), "Composer", (self.number, -1))
         elif self.speakers.has_torchrun:
             # its process is a node
             self.job.evidence.append(text[match.start() :].strip()[:200])
             return
+        # mpirun names the process that ended first
         else:
             end = Exit(rank, -int(match["signal"]), "mpirun", (self.number, -2), is_first=True)
         self._note(rank, end)
@@ -444,7 +444,12 @@ class _Log:
     def _launcher(self, says: Says, match: re.Match[str], text: str) -> None:
         """Read a line of a launcher: it names ranks in its own way."""
         if says is Says.REPORT:
-            failure = self.failures.read(match["name"], match["value"])
+            name = "time"
+            value = match["time"]
+            if value is None:
+                name = match["name"]
+                value = match["value"]
+            failure = self.failures.read(name, value)
             if failure is not None:
                 self._note(failure.rank, failure)
         elif says is Says.ROOT_CAUSE:

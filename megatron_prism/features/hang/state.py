@@ -504,15 +504,15 @@ class JobState:
         return differing > 1
 
     def _counts_up_to_steps(self, rank: int, desc: str) -> dict[CallKey, tuple[int, int]]:
-        """Count the calls of a description that a rank issued up to those of optimizer steps.
+        """Find the last calls of a description that a rank issued before those of optimizer steps.
 
         Args:
             rank: A rank.
-            desc: Description of the groups whose calls are counted.
+            desc: Description of the groups whose calls are looked for.
 
         Returns:
-            The first recorded call of each group of optimizer steps, if it ended -> collectives and
-            messages issued before it.
+            Each recorded call of a group of optimizer steps that ended -> the numbers of the last
+            collective and of the last message that were issued before it; -1: none.
         """
         known = self._up_to_steps.get((rank, desc))
         if known is not None:

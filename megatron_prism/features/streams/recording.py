@@ -320,10 +320,10 @@ class StreamRecorder(LabelledCalls):
             self._touch(Kind.WRITE, tensor, stream, place)
 
     def _following_moves(self, original: Callable[..., str]) -> Callable[..., str]:
-        def moved(storage: int, num_bytes: int) -> str:
+        def moved(storage: int, num_bytes: int, tensor: torch.Tensor | None = None) -> str:
             if self._active:
                 self._moved(storage, num_bytes)
-            return original(storage, num_bytes)
+            return original(storage, num_bytes, tensor)
 
         return moved
 

@@ -96,8 +96,11 @@ def read_range(kind: InputKind, text: str, world: World) -> InputRange | None:
     if ends is None:
         return None
     low, high = map(int, ends.groups())
-    if low > high or (low == 0 and kind is not InputKind.LOADER):
+    if low > high:
         raise UsageError(f"{kind.value}={text}: {value} is empty", fix=_EXAMPLES[kind])
+    # a loader may have nothing; no microbatch and no length may be 0
+    if low == 0 and kind is not InputKind.LOADER:
+        raise UsageError(f"{kind.value}={text}: {value} begins with 0", fix=_EXAMPLES[kind])
     return InputRange(kind, world.select(selector), low, high)
 
 

@@ -3,8 +3,8 @@
 In : captures of one job at several lengths.  Out: programs in which each microbatch does what the
 capture of its length does.  Only where all captures do the same ops in the same order can one
 microbatch be taken from one and the next from another; where they do not, that is refused.  Calls
-of a length between captured ones have sizes on the straight line through the two captures next to
-it; a call whose size leaves that line in a third capture is refused.  Such programs have no times.
+of other lengths have sizes that follow from the captured ones (``between_lengths``), or are
+refused.  Such programs have no times.
 
 Messages between stages have no microbatch of their own; ``stage_messages`` says which one they are
 of.  Without ``variable_seq_lengths`` a stage receives tensors of ``--seq-length`` whatever is sent

@@ -304,7 +304,10 @@ def _text_of_search(result: Search) -> str:
     else:
         head += ": all match"
     lines = [head]
-    if result.refusal:
+    # ends of the ranges, which no draw had, may be refused alone
+    if result.refusal and not result.refused:
+        lines.append(f"a combination of the ranges' ends cannot be had: {result.refusal}")
+    elif result.refusal:
         lines.append(f"{counted(result.refused, 'draw')} cannot be had: {result.refusal}")
     if result.outcome.stops:
         lines += ["", text_of(result.outcome)]

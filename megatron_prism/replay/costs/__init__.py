@@ -13,7 +13,7 @@
     machine.py          rates and links of machines
     machines/ ops/ calls/   its data, a file for each GPU: rates and links, measured kernels,
                         measured calls; a new generation of GPUs is named in machine.py,
-                        kernels.py and collectives.py, too
+                        kernels.py, collectives.py and host_work.py, too
     nccl_settings.py    NCCL's environment: which ways its calls may go
 
 An op without any basis is refused.

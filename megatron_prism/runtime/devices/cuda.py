@@ -122,7 +122,12 @@ _memory: Any = _NO_MEMORY  # where the memory questions go
 
 
 def set_memory_source(source: Any) -> None:
-    """Answer memory questions from ``source`` (``current()``, ``peak()``, ``reset_peak()``)."""
+    """Answer memory questions from ``source``, and tell it of copies to the host and from there.
+
+    Args:
+        source: has ``current()``, ``peak()``, ``reset_peak()``, ``copied(tensor)`` and ``history``;
+            None: nobody.
+    """
     global _memory
     _memory = source or _NO_MEMORY
 

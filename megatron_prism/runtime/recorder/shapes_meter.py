@@ -129,6 +129,15 @@ def _host_threads() -> int:
     return 0 if is_alone else 1
 
 
+def _is_asynchronous(
+    name: str, args: Sequence[object], kwargs: Mapping[str, object] | None
+) -> bool:
+    """Whether the host does not wait for a copy: ``non_blocking`` of one of ``_FROM_HOST``."""
+    if kwargs and "non_blocking" in kwargs:
+        return bool(kwargs["non_blocking"])
+    return name == "copy_" and len(args) > 2 and bool(args[2])
+
+
 def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
     """All tensors among arguments or results, also inside lists."""
     return [value for value in _flat(values) if isinstance(value, torch.Tensor)]
@@ -218,7 +227,8 @@ class Meter:
             return
         source = _large_source_on_host(name, args)
         if source is not None:
-            self._copied_from_host(source, _on_meta((args[0], out))[0])
+            target = _on_meta((args[0], out))[0]
+            self._copied_from_host(source, target, _is_asynchronous(name, args, kwargs))
             return
         if name == "clone" and _lie_alike(tensors[0], outs[0]):
             name = COPIED_WHOLE
@@ -257,13 +267,19 @@ class Meter:
         kind = COPIED_BESIDE if cuda.current_stream() else COPIED
         self._work.host[f"{kind}()"] += num_bytes
 
-    def _copied_from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """A tensor of the host was copied to ``target``.  One of another type is converted there
-        first, into memory that is not pinned (aten/src/ATen/native/cuda/Copy.cu, copy_kernel_cuda
-        @2.11).
+    def _copied_from_host(
+        self, source: torch.Tensor, target: torch.Tensor, is_asynchronous: bool
+    ) -> None:
+        """A tensor of the host was copied to ``target``.
+
+        One of another type is converted by the device behind an asynchronous copy, and else by the
+        host before it, into memory that is not pinned (aten/src/ATen/native/cuda/Copy.cu,
+        copy_kernel_cuda @2.11).
         """
-        if source.dtype == target.dtype:
+        if source.dtype == target.dtype or is_asynchronous:
             self.copied(_bytes_of([source]))
+            if source.dtype != target.dtype:
+                self.add("_to_copy", 0, _bytes_of([source, target]), [target])
             return
         self._work.kernels += 1
         self._work.host[f"{ON_HOST}({_host_threads()})"] += _bytes_of([source, target])

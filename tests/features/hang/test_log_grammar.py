@@ -89,6 +89,8 @@ def test_launchers_name_the_rank_that_ended_by_itself(line, cause, tmp_path):
         # an exit code that a process chose, or an agent's SIGTERM
         "  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)",
         "  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 7)",
+        # rows of another program's table, which are no numbers
+        "  rank : 0-7\n  exitcode : -9-1\n  exitcode  : -9 (pid: 7)",
         # pods are nodes, too
         "llama-worker-1   0/1   OOMKilled   0   5m",
         "[1234.5] NVRM: Xid (PCI:0000:5e:00): 79, pid=4711, GPU has fallen off the bus.",

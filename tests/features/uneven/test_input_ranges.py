@@ -98,7 +98,7 @@ def test_two_ranges_of_a_rank_are_refused():
     "word", ["microbatches=dp=1:5-4", "microbatches=dp=1:0-4", "lengths=dp=1:0-4"]
 )
 def test_empty_ranges_are_refused(word):
-    with pytest.raises(UsageError, match="is empty"):
+    with pytest.raises(UsageError, match="is empty|begins with 0"):
         range_of(word)
 
 
