@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_prism.core.programs.ops import CODE
-from megatron_prism.core.units import format_ns, format_share
+from megatron_prism.core.units import format_bytes, format_ns, format_share
 from megatron_prism.graph.issue_graph import COMPUTE
 from megatron_prism.replay.costs.collectives import OverlapFactors
 from megatron_prism.replay.costs.host import host_spread, indices_of
 from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.overlap import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
+from megatron_prism.replay.uncertainty.data_loader import MASK_RATE, NO_MASK, loaded_masks
 from megatron_prism.replay.uncertainty.variations import Variations
 from megatron_prism.replay.whatif import host_factors
 
@@ -200,6 +201,7 @@ def interval(timeline: Timeline) -> Interval:
         _uncertain_host(variations),
         _unmeasured_overlap(variations),
         _untimed_segments(variations),
+        _unmeasured_loader(variations),
         *_uncertain_ranges(variations),
     ]
     known_sources = [source for source in sources if source is not None]
@@ -432,3 +434,23 @@ def _untimed_segments(variations: Variations) -> Uncertainty | None:
     )
     longer_ns = max(0, variations.longer_ns(durations))
     return Uncertainty("no time", 0, longer_ns, why, "capture them: prism capture RECIPE")
+
+
+def _unmeasured_loader(variations: Variations) -> Uncertainty | None:
+    """Let the iteration wait for its data loader, where that makes masks for longer than it takes.
+
+    None if it does not, or a GPU ran the job.
+    """
+    masks = None
+    if variations.tier == "meta":
+        masks = loaded_masks(variations.timeline.graph.programs)
+    if masks is None:
+        return None
+    longer_ns = masks.longest_ns - variations.base_ns
+    if longer_ns <= 0:
+        return None
+    why = (
+        f"the data loader makes a mask of {format_bytes(masks.bytes_of_sample)} for each sample; "
+        f"nobody measured it, and one host made {MASK_RATE / 1e9:.1f} GB/s of them"
+    )
+    return Uncertainty("data", 0, longer_ns, why, NO_MASK)
