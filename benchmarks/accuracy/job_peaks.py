@@ -98,8 +98,11 @@ def jobs_alone() -> dict[str, dict[str, Any]]:
     real = json.loads((RESULTS / f"{ALONE}.json").read_text())
     jobs = {}
     for name, job in real["jobs"].items():
-        words = re.sub(r"--(save|save-interval|ckpt-format) \S+", "", job["arguments"])
-        words = words.replace("--async-save --ckpt-fully-parallel-save", "")
+        words = job["arguments"]
+        # saving frees what it takes, and a peak of steps is compared
+        if "--save " in words:
+            words = re.sub(r"--(save|save-interval|ckpt-format) \S+", "", words)
+            words = words.replace("--async-save --ckpt-fully-parallel-save", "")
         levels = {"allocated": job["peak"], "reserved": job["reserved"]}
         if "device" in job:
             levels["device"] = job["device"]
@@ -122,9 +125,11 @@ def figures(script: Path, job: dict[str, Any], out: Path) -> dict[str, Any]:
     rank = job["rank"]
     release = ["--prism-te-version", job["te_version"]] if job.get("te_version") else []
     capture = [] if job.get("whole_run") else ["--prism-capture", str(out / "slices")]
+    # a job of samples ends by them
+    iterations = [] if "--train-samples" in job["arguments"] else ["--train-iters", "3"]
     words = [sys.executable, "-m", "megatron_prism", "run", "--prism-world-size", str(job["world"]),
              "--prism-ranks", str(rank), "--prism-tier", "meta", *release, *capture, "--prism-out",
-             str(out / "summary"), "--", str(script), "--train-iters", "3", "--num-workers", "0",
+             str(out / "summary"), "--", str(script), *iterations, "--num-workers", "0",
              *job["arguments"].split()]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment |= job.get("environment", {})
