@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 
 from megatron_prism.core import groups
-from megatron_prism.core.programs.ops import Op
+from megatron_prism.core.programs.ops import HOST_WORK, Op
 from megatron_prism.core.units import counted, format_bytes
-from megatron_prism.replay.costs.host_work import KINDS
 from megatron_prism.replay.costs.kernels import KERNEL
 
 _KERNELS = {
@@ -68,7 +67,7 @@ def kernels(note: str) -> str:
     largest = max(matches, key=lambda match: (int(match["flops"]), int(match["bytes"])))
     name = largest["name"].strip()
     sizes = []
-    if name not in KINDS:  # those have threads there
+    if name not in HOST_WORK:  # those have threads there
         sizes = [_size(shape) for shape in largest["shapes"].split(",") if shape]
     # of a product both operands, of other kernels the first
     operand_count = 2 if int(largest["flops"]) else 1

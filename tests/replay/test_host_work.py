@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_prism.core.programs.ops import HOST_WORK
 from megatron_prism.replay.costs import kernels, machine
-from megatron_prism.replay.costs.host_work import KINDS, copies_beside, host_work
+from megatron_prism.replay.costs.host_work import copies_beside, host_work
 from megatron_prism.replay.costs.kernels import parts_of, scaled_kernels
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -76,8 +77,16 @@ def test_copies_beside_are_told_from_kernels():
     assert not copies_beside("clone(4096x8)bfloat16:0:64")
 
 
-def test_names_are_those_of_the_recorder():
+def test_every_name_that_the_recorder_writes_has_a_price():
     pytest.importorskip("torch")
-    from megatron_prism.runtime.recorder.shapes_meter import HOST_WORK
+    from megatron_prism.runtime.recorder import shapes_meter
 
-    assert set(HOST_WORK) == KINDS
+    written = {
+        shapes_meter.HOST_COPY,
+        shapes_meter.HOST_COPY_BESIDE,
+        shapes_meter.HOST_COPY_UNPINNED,
+        shapes_meter.ON_HOST,
+    }
+    assert written == HOST_WORK
+    for kind in HOST_WORK:
+        assert sum(host_work(kind, "", GIB, H200)) > 0

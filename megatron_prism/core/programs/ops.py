@@ -214,3 +214,13 @@ class CallLabel:
     chunk: int = -1
     phase: str = ""
     site: str = ""
+
+
+# Names in notes of segments that are no kernels, but work of the host on large tensors, with its
+# bytes: copies that the computing waits for, copies of another stream beside the computing, copies
+# of memory that is not pinned, and what the host's own operators read and write.
+HOST_COPY = "host_copy"
+HOST_COPY_BESIDE = "host_copy_beside"
+HOST_COPY_UNPINNED = "host_copy_unpinned"
+ON_HOST = "host_memory"
+HOST_WORK = frozenset((HOST_COPY, HOST_COPY_BESIDE, HOST_COPY_UNPINNED, ON_HOST))

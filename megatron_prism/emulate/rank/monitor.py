@@ -44,9 +44,10 @@ from megatron_prism.runtime.recorder.repeats import Repeats
 if TYPE_CHECKING:
     from megatron_prism.emulate.command_line.options import Options
 
-# by these a step leaves work to others, or runs beside one, or what it does depends on which steps
-# ran before it: Megatron's offloading keeps the activations of a microbatch whose backward is next
-# (should_bulk_offload, fine_grained_activation_offload.py:1066 @0.19.0)
+# With these settings no step may stand for another one.  A step leaves work to others, or runs
+# beside one, or depends on the steps before it: Megatron's offloading keeps the activations of a
+# microbatch whose backward is next (should_bulk_offload,
+# fine_grained_activation_offload.py:1066 @0.19.0).
 _BEYOND = (
     "defer_embedding_wgrad_compute",
     "overlap_moe_expert_parallel_comm",

@@ -2,19 +2,15 @@
 
 A job that offloads its optimizer copies gradients to the host, steps there and copies parameters
 back; the device waits for all of it.  Offloaded activations are copied by another stream, beside
-the kernels of a segment.  A note has the bytes of each kind (``HOST_WORK`` of the recorder).
+the kernels of a segment.  A note has the bytes of each kind (``HOST_WORK``).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_prism.core.programs.ops import HOST_COPY_BESIDE, HOST_COPY_UNPINNED, ON_HOST
 from megatron_prism.replay.costs.machine import Machine
-
-# names in notes: runtime/recorder/shapes_meter.py
-COPIED, COPIED_BESIDE, ON_HOST = "host_copy", "host_copy_beside", "host_memory"
-COPIED_UNPINNED = "host_copy_unpinned"
-KINDS = frozenset((COPIED, COPIED_BESIDE, COPIED_UNPINNED, ON_HOST))
 
 # bytes per second of a copy of pinned memory, by the generation of PCI Express that a GPU's boards
 # have: 3 of V100, 4 of A100, 5 since then.  That of Hopper is measured in both directions from
@@ -43,7 +39,7 @@ def host_work(kind: str, threads: str, num_bytes: int, machine: Machine) -> Host
     """Say how long one entry of a note takes.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: one of ``HOST_WORK``.
         threads: of the host's operators, as the note has it; "" or 0: all of the rank's cores.
         num_bytes: that are copied, or that the operators read and write.
         machine: which GPU.
@@ -53,15 +49,15 @@ def host_work(kind: str, threads: str, num_bytes: int, machine: Machine) -> Host
         if threads.isdigit() and int(threads):
             rate = min(_OF_ALL, int(threads) * _OF_ONE_THREAD)
         return HostWork(waited=round(1e9 * num_bytes / rate))
-    if kind == COPIED_UNPINNED:
+    if kind == HOST_COPY_UNPINNED:
         return HostWork(waited=round(1e9 * num_bytes / _UNPINNED_RATE))
     copy_rate = machine.host_rate or _COPY_RATE[machine.generation]
     took_ns = round(1e9 * num_bytes / copy_rate)
-    if kind == COPIED_BESIDE:
+    if kind == HOST_COPY_BESIDE:
         return HostWork(beside=took_ns)
     return HostWork(waited=took_ns)
 
 
 def copies_beside(note: str) -> bool:
     """Whether a segment copies between device and host on a stream of its own."""
-    return note.startswith(COPIED_BESIDE)
+    return note.startswith(HOST_COPY_BESIDE)

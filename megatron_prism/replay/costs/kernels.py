@@ -35,7 +35,7 @@ import numpy as np
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.core.programs.ops import CODE
+from megatron_prism.core.programs.ops import CODE, HOST_WORK
 from megatron_prism.core.programs.program import Program
 from megatron_prism.replay.costs import host_work, machine
 from megatron_prism.replay.costs.machine import Machine
@@ -647,7 +647,7 @@ def parts_of(
         name = match["name"].strip()
         kernel_flops, kernel_bytes = int(match["flops"]), int(match["bytes"])
         # no kernel, and not among the segment's bytes
-        if name in host_work.KINDS:
+        if name in HOST_WORK:
             work = host_work.host_work(name, match["shapes"], kernel_bytes, machine)
             waited += work.waited
             beside += work.beside
@@ -698,7 +698,7 @@ def scaled_kernels(note: str, factor: Fraction, most: int = 0) -> tuple[str, int
         count = int(match["count"] or 1)
         num_bytes = int(match["bytes"])
         # no kernel, and not among the segment's bytes
-        if name in host_work.KINDS:
+        if name in HOST_WORK:
             return f"{match['name']}({match['shapes']}):0:{round(num_bytes * factor)}"
         is_scalar = num_bytes <= _SCALARS
         if name in _WHOLE or is_scalar and count < 3:  # of a step, not of each parameter

@@ -9,7 +9,8 @@ is marked ``t``.  Stand-ins for fused kernels, which only allocate, say themselv
 have done.
 
 Copies between device and host, and operators of the host on tensors that are kept there, are no
-kernels of the device.  Their bytes stand in the same text, one entry a kind (``HOST_WORK``).
+kernels of the device.  Their bytes stand in the same text, one entry a kind (``HOST_WORK`` of
+``core.programs.ops``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from megatron_prism.core.jobs.job_settings import THREADS_UNKNOWN
+from megatron_prism.core.programs.ops import (
+    HOST_COPY,
+    HOST_COPY_BESIDE,
+    HOST_COPY_UNPINNED,
+    ON_HOST,
+)
 from megatron_prism.runtime.devices import cuda
 from megatron_prism.runtime.devices.host_shapes import LEAST_BYTES
 from megatron_prism.runtime.recorder.python_calls import PythonCalls
@@ -60,12 +67,6 @@ _PUT = frozenset(("index_put_", "scatter_", "scatter_add_", "index_add_", "index
 _LOOPED = ("fp8_", "fill_empty")
 # what torch hands to cuBLAS, whose type its settings decide; Transformer Engine ignores them
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
-# what the host does of large tensors (``HostShapes``), in bytes: copies that the computing waits
-# for; copies of another stream, beside the computing; what its own operators read and write
-COPIED, COPIED_BESIDE, ON_HOST = "host_copy", "host_copy_beside", "host_memory"
-# copies of memory that is not pinned, which the host makes piece by piece
-COPIED_UNPINNED = "host_copy_unpinned"
-HOST_WORK = (COPIED, COPIED_BESIDE, COPIED_UNPINNED, ON_HOST)
 # torch's fused Adam reads four tensors and writes three, though its schema says that it writes
 # gradients, too (a scaler's; aten/src/ATen/native/FusedAdam.cpp @2.11)
 _UNCHANGED = "grads"
@@ -264,7 +265,7 @@ class Meter:
         """The current stream copies bytes between device and host."""
         self._work.kernels += 1  # the host launches it
         # what computes is on the default stream, and waits for copies there alone
-        kind = COPIED_BESIDE if cuda.current_stream() else COPIED
+        kind = HOST_COPY_BESIDE if cuda.current_stream() else HOST_COPY
         self._work.host[f"{kind}()"] += num_bytes
 
     def _copied_from_host(
@@ -283,7 +284,7 @@ class Meter:
             return
         self._work.kernels += 1
         self._work.host[f"{ON_HOST}({_host_threads()})"] += _bytes_of([source, target])
-        self._work.host[f"{COPIED_UNPINNED}()"] += _bytes_of([target])
+        self._work.host[f"{HOST_COPY_UNPINNED}()"] += _bytes_of([target])
 
     def worked_on_host(
         self,
