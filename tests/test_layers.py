@@ -340,6 +340,21 @@ def test_nothing_in_the_package_looks_for_a_packages_name_in_a_path():
     assert guesses == []
 
 
+def test_no_file_is_told_by_a_packages_name_in_its_path():
+    """An environment in a clone of that name holds files of every package."""
+    packages = {"megatron_prism", "megatron", "torch", "transformer_engine"}
+    repository = ROOT.parent
+    guesses = []
+    for file in [*ROOT.rglob("*.py"), *(repository / "tests").rglob("*.py")]:
+        for node in ast.walk(parsed(file)):
+            if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Constant):
+                continue
+            compared = ast.unparse(node.comparators[0])
+            if node.left.value in packages and re.search(r"file|path", compared):
+                guesses.append(f"{file.relative_to(repository)}:{node.lineno}")
+    assert guesses == []
+
+
 def folders_of(package):
     """Names of the packages directly below ``package``."""
     return {path.parent.name for path in package.glob("*/__init__.py")}

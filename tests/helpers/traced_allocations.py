@@ -6,8 +6,11 @@ import pickle
 import runpy
 import sys
 
+import megatron_prism
 from megatron_prism.runtime.devices import live_bytes
 
+# the package's own folder: a clone of any name may hold the environment with Megatron, too
+_PACKAGE = os.path.dirname(megatron_prism.__file__) + os.sep
 _EVENTS = []
 _SIZES = {}  # address -> bytes in use
 
@@ -18,7 +21,7 @@ def _stack():
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if "megatron_prism" not in code.co_filename:
+        if not code.co_filename.startswith(_PACKAGE):
             frames.append(
                 {"filename": code.co_filename, "name": code.co_name, "line": frame.f_lineno}
             )
