@@ -67,11 +67,13 @@ def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: torch.Tensor) -> str
 
 def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
     """Fill ``out`` [m, ...] with the rows of ``source`` [r, ...], repeated or cut to m rows."""
+    # tier meta has no values, and an empty tensor holds none
     if out.is_meta or not out.numel():
         return
     if out.shape == source.shape:
         out.detach().copy_(source.detach())
         return
+    # the copies lie behind each other in a flat view, which a tensor with gaps does not have
     if not out.is_contiguous():
         filled = torch.empty_like(out, memory_format=torch.contiguous_format)
         fill_rows(filled, source)
@@ -79,6 +81,7 @@ def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
         return
     # flat: as many whole copies as fit, and the beginning of one more
     target, rows = out.detach().view(-1), source.detach().reshape(-1)
+    # a source without rows: zeros are finite
     if not rows.numel():
         target.zero_()
         return
@@ -116,8 +119,10 @@ class OneLocalMember:
         (``Values.of_parts``) is completed.  Sums and products of bools are ``or`` and ``and``, as
         NCCL has them.
         """
+        # among members that are alike, these operations give what each member holds
         if self.n == 1 or op in _IDENTITIES:
             return
+        # shapes alone: the sum of a known flag is known, all else is not
         if tensor.is_meta:
             if op == "sum":
                 summed(tensor, self.n)
@@ -125,9 +130,11 @@ class OneLocalMember:
                 forget(tensor)
             return
         target = tensor.detach()
+        # of equal bools, ``or`` and ``and`` are the bool itself
         if target.dtype == torch.bool and op != "bxor":
             return
         if op == "sum":
+            # a sum of parts is what the local members hold, or is looked up in the table
             if values.parts is not None and (values.parts.once or values.parts.fill(target)):
                 return
             if values.policy == "noise" and target.is_floating_point():
@@ -152,6 +159,7 @@ class OneLocalMember:
         # in place
         if slots[self.p].data_ptr() == shard.data_ptr():
             return
+        # noise: the peers' shards differ from this one, and have its root mean square
         if values.policy == "noise" and shard.is_floating_point():
             slots.normal_(generator=values.generator(out.device))
             slots.mul_(rms(shard).to(out.dtype))
@@ -350,6 +358,7 @@ class PartiallyLocalGroup:
         slots = out.detach().view(self.n, -1)
         in_place = slots[self.p].data_ptr() == shard.data_ptr()
         gathered = self._gather(shard)
+        # a virtual member's slot takes the shard that its mirror sent
         for position, source in enumerate(self.mirrors):
             if not in_place or position in self.positions:
                 slots[position].copy_(gathered[source].view(-1))
@@ -382,6 +391,7 @@ class PartiallyLocalGroup:
         rows, places = self._parts_of(op, values.parts), zip(chunks, self.positions, strict=True)
         if rows is not None and all(rows.fill(c, self.n, p, self.held) for c, p in places):
             self._all_reduce(chunks, "sum")
+        # a sequence is dealt out: the local member also has the parts of whom it mirrors
         elif op == "sum" and sequence and out.is_floating_point():
             for position, source in enumerate(self.mirrors):
                 if position not in self.positions:

@@ -214,8 +214,10 @@ def _computed(
     copies: dict[int, torch.Tensor] = {}
     for tensor in _tensors(args, kwargs):
         value = value_of(tensor)
+        # a copy, as the function may write into its arguments
         if value is not None and value.numel() <= _MOST:
             copies[id(tensor)] = value.clone(memory_format=torch.contiguous_format)
+        # only integers say where floats go: one zero stands for all elements
         elif value is None and shapes and tensor.is_floating_point() and not tensor.requires_grad:
             zero = torch.zeros((), dtype=tensor.dtype, device="cpu")
             copies[id(tensor)] = zero.expand(tensor.shape)
@@ -318,6 +320,7 @@ def _follow_write(
 
 def _follow_unknown(func: Callable[..., object], args: Args, kwargs: Options, out: Any) -> None:
     """``func`` of arguments of which nothing is known gave ``out``."""
+    # values that depend on no tensor, if they are few integers
     if func in _MADE and out.is_meta:
         if not out.is_floating_point() and 0 < out.numel() <= _MADE[func]:
             value: Any = func(*args, **{**kwargs, "device": "cpu"})

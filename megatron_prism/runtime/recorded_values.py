@@ -122,6 +122,7 @@ class ValueReplayer(CountsIterations):
         with foreign.reading(file, "a recording of ours", fix, absent=absent):
             file_header, values = foreign.read_arrays(file, dict[str, object], _MEMBERS)
             for name in sorted(values, key=_order):
+                # routes are bytes, all other values are whole numbers of 8 bytes
                 member, value = _MEMBERS.fullmatch(name), values[name]
                 steers = np.uint8 if member and member[1] == "route" else np.int64
                 if value.dtype != steers:

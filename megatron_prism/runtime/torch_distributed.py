@@ -89,6 +89,7 @@ def _new_group(default: PrismGroup, arguments: SimpleNamespace) -> Any:
     world: Any = default.world
     ranks = arguments.ranks
     if ranks is not None:
+        # every rank makes every group; those outside get torch's own mark
         if world.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         # torch < 2.13 has no sort_ranks
@@ -132,10 +133,12 @@ def _virtual(group: Any) -> PrismGroup | None:
 def _exchange(group: PrismGroup, obj: Any) -> list[Any]:
     """``obj`` of every member of ``group``, by group rank: local ones real, virtual ones copies."""
     mixed, real = group._mixed, group.real
+    # no other member runs: all say what this one says
     if real is None:
         return [obj] * group.size()
     size = torch.zeros(real.size(), dtype=torch.int64, device=group.world.device)
     payload, _ = c10d._object_to_tensor(obj, torch.device("cpu"), None)
+    # lengths first; then one table of bytes, as wide as the longest object
     size[real.rank()] = payload.numel()
     real.allreduce([size]).wait()
     sizes = size.tolist()
@@ -146,6 +149,7 @@ def _exchange(group: PrismGroup, obj: Any) -> list[Any]:
         c10d._tensor_to_object(row.cpu(), n, None) for row, n in zip(table, sizes, strict=True)
     ]
     objects[real.rank()] = obj
+    # a virtual member says what its mirror says
     return objects if mixed is None else [objects[index] for index in mixed.mirrors]
 
 

@@ -132,6 +132,7 @@ def health(func: Function, args: Args) -> torch.Tensor | None:
     """What ``func`` says of each element of an unknown tensor because it is finite; None if the
     answer depends on more than that.
     """
+    # comparisons with itself or with a number that is not finite: one answer for all elements
     if func in _HEALTH:
         return torch.tensor(_HEALTH[func])
     if func not in _COMPARISONS or len(args) != 2:
@@ -193,8 +194,10 @@ def computed(
 def _moved(name: str, args: Args, out: torch.Tensor, uniform: Uniform) -> torch.Tensor | None:
     """The value where each element of ``out`` is one of the arguments', or a sum of some."""
     first = args[0]
+    # joined or stacked tensors come in a list
     if isinstance(first, list | tuple):
         sources = list(first)
+    # the other tensors say where to look, and are no source
     elif name in _ADDRESSED:
         sources = [first]
     else:

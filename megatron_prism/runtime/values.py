@@ -390,9 +390,11 @@ class PartialLookup(PartialSums):
         fits = out.dtype == self.table.dtype and out.numel() == count * width
         if not fits or not out.is_contiguous():
             return False
+        # this member's chunk of the tokens
         tokens = self.tokens.reshape(-1)[p * count : (p + 1) * count]
         target = out.detach().view(count, width)
         torch.index_select(self.table, 0, tokens.remainder(rows), out=target)
+        # each member holds one block of the vocabulary's rows
         if held is not None:
             owners = tokens.div(rows, rounding_mode="floor").clamp_(0, len(held) - 1)
             held_by_others = ~torch.tensor(held, device=out.device)[owners]

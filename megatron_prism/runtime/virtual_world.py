@@ -226,6 +226,7 @@ class VirtualWorld:
         """
         if ranks is None:
             ranks = range(self.size)
+        # torch gives no group to a rank that is no member
         elif self.rank not in ranks:
             return None
         self._num_groups += 1

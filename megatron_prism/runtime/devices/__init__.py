@@ -94,6 +94,7 @@ def prepare(
 
 def _prepare(name: str, changes: ProcessChanges, engine: bool, queues: str, history: bool) -> Tier:
     if _prepared is not None:
+        # a second session of the process has the tier of the first, as torch is changed already
         if name not in (_prepared.name, "auto"):
             message = f"this process already runs tier {_prepared.name}, not {name}"
             raise UsageError(message, fix="use one process per tier, or close the first session")

@@ -51,10 +51,12 @@ def _compile(model: object = None, **options: object) -> object:
 
 def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
     def one(*args: P.args, **kwargs: P.kwargs) -> R:
+        # no meter: nothing counts kernels
         if kernels.meter is None:
             return function(*args, **kwargs)
         with kernels.meter.held() as held:
             out = function(*args, **kwargs)
+            # several kernels without a matrix product: torch.compile makes one kernel of them
             if len(held) > 1 and not any(flops for _, flops, _, _ in held):
                 drops = any(name == "native_dropout" for name, *_ in held)
                 held.clear()
@@ -65,9 +67,11 @@ def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # no live bytes are counted, so that it does not matter when tensors go
         if _live is None:
             return one(*args, **kwargs)
         values, form = tree_flatten((args, kwargs))
+        # no backward comes, so nothing stays alive for it
         if not torch.is_grad_enabled() or not any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in values
         ):
@@ -75,6 +79,7 @@ def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
                 return one(*args, **kwargs)
         shape = _ResultShape()
         outputs = _Compiled.apply(one, form, shape, *values)
+        # what the function left in its objects are tensors inside of the node: outputs replace them
         for (container, key), number in shape.left_behind:
             container[key] = outputs[number]
         return tree_unflatten(outputs[: shape.form.num_leaves], shape.form)
@@ -205,6 +210,7 @@ class _Compiled(torch.autograd.Function):
         assert _live is not None
         assert ctx.outputs is not None, "a second backward needs retain_graph=True in the first"
         input_grads: list[torch.Tensor | None] = [None] * (ctx.count + 3)
+        # outputs that the loss does not depend on take no part
         outputs_with_grads = [
             (of, grads[number]) for number, of in ctx.outputs if grads[number] is not None
         ]
@@ -219,6 +225,7 @@ class _Compiled(torch.autograd.Function):
                 )
             for number, grad in zip(ctx.inputs, grads_of_inputs, strict=True):
                 input_grads[number + 3] = grad
+        # as autograd frees a graph that is not retained
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.inputs = ctx.outputs = None
         return tuple(input_grads)
@@ -266,10 +273,12 @@ def _attention(
     half = query.dtype in (torch.float16, torch.bfloat16)
     wide = not all(size % 8 == 0 and size <= 256 for size in sizes)
     grouped = key.shape[-3:-2] != query.shape[-3:-2]
+    # flash attention: 16 bit, one size of heads, no mask
     if plain and half and not wide and attn_mask is None and len(sizes) == 1:
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
+    # memory-efficient attention: any type and mask, but as many heads of keys as of queries
     if plain and not wide and not grouped:
         keeps = any(t.requires_grad for t in (query, key, value))
         if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -278,6 +287,7 @@ def _attention(
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
         )[0]
+    # matrix products, which keep all scores
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]

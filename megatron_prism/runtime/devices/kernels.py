@@ -135,10 +135,12 @@ def transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 def _transformed(x: torch.Tensor, scale: float) -> torch.Tensor:
     size = x.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # shapes alone: log2(size) steps, each of which adds or subtracts every element once
     if x.is_meta:
         steps = max(size - 1, 1).bit_length()
         fused("hadamard", x.numel() * steps, x, out)
         return out
+    # values: the transform needs a power of two, so rows are padded with zeros
     padded_size = 1 << max(size - 1, 0).bit_length()
     padded = torch.nn.functional.pad(x.float(), (0, padded_size - size))
     rows = padded.reshape(-1, padded_size)
@@ -222,6 +224,8 @@ def _tokens(
     for first, last in zip(bounds, bounds[1:], strict=False):
         length = last - first
         place = torch.arange(length)
+        # of 2 * cp_size chunks a rank has cp_rank and 2 * cp_size - 1 - cp_rank, as causal
+        # attention is then balanced
         if cp_size > 1:
             half = length // 2
             early = place + cp_rank * length // 2

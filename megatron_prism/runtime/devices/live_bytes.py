@@ -178,10 +178,12 @@ def _is_view(func: OpOverload) -> bool:
 
 def _in_place(func: OpOverload, caller: FrameType, args: operators.Args) -> torch.Tensor | None:
     """The argument that ``func`` changes on a GPU, if torch's engine calls it from C++."""
+    # called from Python: the operator allocates its result
     if caller.f_code is not Engine.run_backward.__code__:
         return None
     if func is not _SUM:
         return args[0]
+    # backward's sums of gradients: an operand that nothing else holds takes the result
     for tensor in args[:2]:
         if isinstance(tensor, torch.Tensor) and _held_once(tensor):
             return tensor
@@ -408,10 +410,12 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, gone: _Gone) -> None:
         size, number, _ = self._alive.pop(gone.key)
         self._notes.pop(number, None)
+        # inside ``without_telling``: it counts until ``repeat`` says when it goes
         if self._untold is not None:
             self._untold.append((number, size))
             return
         self.now -= size
+        # it came and went inside of one kernel, so it was never on the device
         if self._silent is not None and self._silent.pop(number, None) is not None:
             return
         if self.history is not None:
@@ -421,6 +425,7 @@ class LiveBytes(TorchDispatchMode):
 
     def track(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` if it is on the device and not yet counted."""
+        # of another device, whose memory is not counted
         if not (tensor.is_meta if self.meta else tensor.device.type == self.device_type):
             return
         if type(tensor) is not torch.Tensor and (
@@ -443,6 +448,7 @@ class LiveBytes(TorchDispatchMode):
                 return
         self._alive[key] = (size, number, gone)
         self.now += size - counted_size
+        # inside of one kernel nobody is told: what is left at its end is
         if self._silent is not None and before is None:
             self._silent[number] = size
         else:
@@ -555,12 +561,14 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        # a tensor that wraps others (a DTensor) has no memory: the operator runs on what it wraps
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
                 return self._of_wrapper(kind, func, types, args, kwargs)
         facts = self._known.get(id(func))
         if facts is None:
             facts = self._known[id(func)] = self._ask(func)
+        # operands of the host: its memory and its time
         if self.host and not facts[3] and self.host.concerned(args, kwargs):
             return self._on_host(func, args, kwargs)
         _, before, answer, view, launches, takes, in_place = facts
@@ -573,8 +581,10 @@ class LiveBytes(TorchDispatchMode):
             out = out if changed is None else changed
         if out is None:
             out = func(*args, **kwargs) if kwargs else func(*args)
+        # views are counted by nobody, but the meter sees every operator
         if self.meter is not None:
             self.meter.kernel(func, args, kwargs, out)
+        # a view has the memory of its base, which is counted
         if view:
             return out
         if launches and self.history is not None:
@@ -583,6 +593,7 @@ class LiveBytes(TorchDispatchMode):
             self.track(out)
         elif isinstance(out, (tuple, list)):
             self._track_all(out)
+        # what the operator takes for itself while it runs comes behind its result
         if takes is not None:
             self._take_temporaries(takes, args, cast(torch.Tensor, out))
         del rows

@@ -34,6 +34,7 @@ class SequenceParallelNorm(torch.nn.Module):
         self.rms = config.normalization == "RMSNorm"
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = torch.cuda.current_device() if not config.use_cpu_initialization else "cpu"
+        # with layernorm_zero_centered_gamma Megatron stores gamma - 1
         start = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(
             start(hidden_size, device=device, dtype=config.params_dtype)
@@ -43,6 +44,7 @@ class SequenceParallelNorm(torch.nn.Module):
             self.bias = torch.nn.Parameter(
                 torch.zeros(hidden_size, device=device, dtype=config.params_dtype)
             )
+        # Megatron sums gradients of parameters with this mark over the tensor parallel group
         for parameter in self.parameters():
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 

@@ -144,10 +144,12 @@ def hybrid_ep_dispatch(
     gathered first (DeepEP csrc/hybrid_ep/executor/executor.cu @hybrid-ep).
     """
     every = routing_map
+    # between nodes NCCL gathers the routing maps first
     if _nodes(group) > 1:
         every = routing_map.new_empty(group.size() * x.shape[0], routing_map.shape[-1])
         dist.all_gather_into_tensor(every, routing_map, group=group)
     fused("scan_routing_map", 0, every)
+    # without a bound on the rows the host waits for how many come
     if num_permuted_tokens is None:
         cuda.host_waits("token counts")
     counts = _even(x.shape[0] * _copies, num_local_experts, pad_multiple or 1)
@@ -178,6 +180,7 @@ def fused_dispatch(
     copies, local = token_indices.shape[-1], num_experts // group.size()
     rows = x.shape[0] * min(copies, group.size())
     sent = _rows(x.shape[0], copies, group)
+    # the host allocates the output, so it waits for the counts
     cuda.host_waits("token counts")
     handle = _handle(x, local, sent, group)
     shapes = (rows, (rows, copies), sent)
@@ -319,14 +322,18 @@ def counts_vary(config: object) -> bool:
     Args:
         config: TransformerConfig of Megatron.
     """
+    # random routing: even but for noise
     if getattr(config, "moe_router_force_load_balancing", False):
         return False
+    # the bias moves tokens to experts that have few
     if getattr(config, "moe_router_enable_expert_bias", False):
         return False
+    # every expert's input is padded to its capacity
     if getattr(config, "moe_pad_expert_input_to_capacity", False):
         return False
     kinds = getattr(config, "moe_router_load_balancing_type", "none")
     weights = getattr(config, "moe_aux_loss_coeff", 0.0)
+    # Megatron takes one kind and weight, or lists of both
     if isinstance(kinds, str):
         kinds = [kinds]
     if not isinstance(weights, (list, tuple)):

@@ -263,9 +263,11 @@ def _sort(args: Args, out: torch.Tensor) -> Sequence[int]:
         return ()
     numbers = [arg for arg in args[1:] if type(arg) is int]  # a bool is no dimension
     dim = numbers[0] if numbers else -1
+    # small rows: one copy of the values is sorted in place
     if x.shape[dim] <= 4096:
         return (x.nbytes,)
     cub_bytes = 0
+    # fewer than 128 rows: cub sorts them one by one, with temporary memory
     if count // x.shape[dim] < 128:
         cub_bytes = count // 4 + (16 << 10)
     return (x.nbytes, 8 * count, 8 * count, cub_bytes)
@@ -345,6 +347,7 @@ def _rows(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     strides = tensor.stride()
+    # an expanded dimension has stride 0
     if strides[-1] <= 0:
         return False
     for left, right in zip(strides, strides[1:], strict=False):
@@ -387,6 +390,7 @@ def _new_empty(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
         return None
     dtype = like.dtype
     if kwargs:
+        # with another option the result may be anywhere: torch itself answers
         if kwargs.keys() != {"dtype"}:
             return None
         dtype = kwargs["dtype"]

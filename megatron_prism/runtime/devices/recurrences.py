@@ -25,6 +25,7 @@ def scan(
     positive, b and c [batch, length, groups, states].
     """
     heads = x.shape[2]
+    # a linear attention: the decay between two tokens takes the place of softmax
     decay = _decay(steps * a)
     keys = _shared_by_heads(b, heads)
     queries = _shared_by_heads(c, heads)

@@ -130,6 +130,7 @@ def _split_conv_scan(
     heads = d.shape[0]
     if d.dim() == 2:  # a number for each column of a head, which says how many there are
         size = d.shape[1]
+    # columns of the input: the gate z, then x, B and C (which the convolution mixes), a step a head
     batch, length, _ = zxbcdt.shape
     inner = heads * size
     states = (channels - inner) // groups // 2
@@ -179,6 +180,7 @@ def mamba_split_conv1d_scan_combined(
             "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in",
             fix="use Megatron's layers, or --prism-tier cuda",
         )
+    # shapes alone
     if zxbcdt.is_meta:
         sizes = (chunk_size, headdim or 0, ngroups, state_dtype)
         return _split_conv_scan(sizes, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)

@@ -40,6 +40,7 @@ COMPUTED = kernels.COMPUTED
 def _launch(function: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
     name = getattr(function, "__name__", "?")
     tensors = [a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)]
+    # shapes alone: its cost counts, and what it wrote is unknown
     if any(tensor.is_meta for tensor in tensors):
         fused(_COSTS.get(name, name), 0, *tensors)
         for tensor in tensors:

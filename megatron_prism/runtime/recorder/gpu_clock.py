@@ -82,6 +82,7 @@ def sampler(device: int) -> ClockSampler | None:
         import torch
 
         handle = torch.cuda._get_pynvml_handler(device)
+        # reasons for a slow clock: power, the hardware's own brake, heat
         slowed = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksThrottleReasonHwSlowdown
         slowed |= pynvml.nvmlClocksEventReasonSwThermalSlowdown
 
@@ -94,6 +95,7 @@ def sampler(device: int) -> ClockSampler | None:
                 pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             )
 
+        # a first sample: a device that does not answer raises here, not in the middle of a run
         ask()
         max_mhz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
         return ClockSampler(ask, max_mhz, pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000)

@@ -217,11 +217,13 @@ def device_ns(
     of what those that keep up take together.
     """
     busy, median_ns = traced[0], np.median(elapsed_ns, axis=0)
+    # waits are not known, but for the first launch of an idle device
     if waits is None:
         first_wait = np.minimum(traced[1], _LATE * median_ns)
         own_ns = median_ns - np.where(traced[2] > 0, first_wait, 0)
         hardly_waits = np.ones(len(busy), dtype=bool)
         usual_ns = median_ns
+    # waits are known, and leave each iteration
     else:
         elapsed_ns = np.maximum(elapsed_ns - waits, 0)
         hardly_waits = np.median(waits, axis=0) <= _SURE * median_ns
@@ -235,6 +237,7 @@ def device_ns(
         clock_ratio = own_ns[keeps_up].sum() / busy[keeps_up].sum()
         together_ns = elapsed_ns[:, keeps_up].sum(axis=1)
         dips = np.median(together_ns) / usual_ns[keeps_up].sum()
+    # at the clocks of an undisturbed iteration, kernels take no longer than their segment
     kernels_ns = np.minimum(median_ns, busy * clock_ratio)
     ns = np.where(keeps_up | (busy < 0), own_ns, kernels_ns)
     return np.rint(ns * dips).astype(np.int64)
@@ -313,6 +316,7 @@ def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
         moved: np.ndarray = times - waited[np.searchsorted(wait_begins, times)]
         return moved
 
+    # a row a kernel: when it was launched, how long it took, whether it is a matrix product
     rows = []
     for kernel in kernels:
         if kernel.correlation in begun:
@@ -320,6 +324,7 @@ def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
             rows.append((begun[kernel.correlation].at, took, is_product))
     rows.sort()
     launched, takes, product = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    # kernels that were launched between two segments belong to none
     segment = np.searchsorted(limits[:, 0], launched, side="right") - 1
     inside = segment >= 0
     inside[inside] = launched[inside] < limits[segment[inside], 1]
@@ -327,6 +332,7 @@ def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
     busy, products = np.zeros((2, len(limits)), dtype=np.int64)
     np.add.at(busy, segment, takes)
     np.add.at(products, segment, takes * product[inside])
+    # the device's work ahead of each kernel: of the whole trace, then of its segment
     so_far = np.cumsum(takes) - takes
     first = np.concatenate(([0], np.cumsum(busy)))[:-1]
     begins, ends = host(limits[:, 0]), host(limits[:, 1])

@@ -230,10 +230,12 @@ class AllocationOwners:
                 yield "param", short, parameter
                 yield from (("param", short, t) for t in _parts(parameter))
                 yield "grad", short, parameter.grad
+                # DistributedDataParallel's view of its buffer of gradients
                 yield "grad", short, getattr(parameter, "main_grad", None)
             for name, buffer in model.named_buffers():
                 yield "other", self._name(number, name), buffer
             for name, module in model.named_modules():
+                # the dictionary's name depends on Transformer Engine's release
                 fp8_weights = getattr(module, "fp8_weights", {}) or getattr(
                     module, "_fp8_workspaces", {}
                 )

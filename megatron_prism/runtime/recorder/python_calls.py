@@ -38,6 +38,7 @@ _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 
 def _kind(code: CodeType) -> int:
     file = code.co_filename
+    # our own frames: stand-ins also hide what they call, other frames hide themselves alone
     if code_files.is_ours(file):
         inside = code_files.below_prism(file)
         stands_in = code.co_name == "__torch_dispatch__" or inside.startswith(_ASIDE_IN)
@@ -65,6 +66,7 @@ class PythonCalls:
 
     def start(self) -> None:
         self._count = self._aside = 0
+        # only one profiler is possible: with another one nothing is counted
         self.counts = sys.getprofile() is None
         if sys.version_info >= (3, 12):
             self.counts = self.counts and sys.monitoring.get_tool(_TOOL) is None
@@ -110,6 +112,7 @@ class PythonCalls:
 
         def _enter(self, code: CodeType, offset: int) -> object:
             kind = self._kinds.get(code)
+            # a code is looked at once; then this is not called for it again, or its end is told, too
             if kind == _PASSED:
                 return sys.monitoring.DISABLE
             if kind is None:
@@ -117,6 +120,7 @@ class PythonCalls:
                 if kind == _ASIDE:
                     sys.monitoring.set_local_events(_TOOL, code, _ENDS)
                 return self._enter(code, offset)
+            # other threads do not hold up the thread that launches
             if get_ident() == self._thread:
                 if kind == _ASIDE:
                     self._aside += 1

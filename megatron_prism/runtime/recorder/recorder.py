@@ -138,6 +138,7 @@ class Recorder(CallListener, TrainingListener):
         if self.meter is not None:
             loads.start()
             self.meter.take()
+            # storages that stand before the first op are the first changes of memory
             standing = self.owners.standing()
             for storage, num_bytes, key, note in self._alive():
                 self._builder.memory(storage, num_bytes, standing.get(key, note))
@@ -181,6 +182,7 @@ class Recorder(CallListener, TrainingListener):
         if self.meter is not None:
             self.meter.python.stop()
             self.meter.memory = self.meter.note = None
+            # names that the storages have by now: gradients and optimizer state may be new
             standing = self.owners.standing()
             owners = {
                 number: standing[key] for number, _, key, _ in self._alive() if key in standing
@@ -245,10 +247,12 @@ class Recorder(CallListener, TrainingListener):
         if self.tier == "meta":
             self._close_counted()
             return
+        # the device's clock is in events of the stream, the host's is beside it
         if self.tier == "cuda":
             self._hosts.append((self._began, time.time_ns()))
             assert self._mark is not None
             self._times.append((self._mark, stamp()))
+        # tier cpu: the host computes, so its clock counts
         else:
             self._times.append(time.perf_counter_ns() - self._since)
         self._add("compute", ns=0)
@@ -538,13 +542,16 @@ def _wrap_cuda(recorder: Recorder, changes: ProcessChanges) -> None:
     def uploads(*args: Any, device: Any = None, **kwargs: Any) -> bool:
         return str(device).startswith("cuda") and recorder.host_waited("copy")
 
+    # events and streams order work of the device
     event = torch.cuda.Event
     wrap(torch, "tensor", uploads, resumed)
     wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
     wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream))
+    # the host waits for the device
     wrap_wait(event, "synchronize", "event")
     wrap_wait(torch.cuda.Stream, "synchronize", "stream")
     wrap_wait(torch.cuda, "synchronize", "device")
+    # reads of values wait, too
     for name in _READS:
         wrap_read(name)
     changes.set(torch.cuda, "set_stream", switched)

@@ -777,6 +777,7 @@ class _Ends:
         places_in_memory = {memory[place][1]: place for place in in_memory}
         for place in self._in_history.tolist():
             number, _, _, launches = history[place].tolist()
+            # a storage that the recorder did not write down is in the history alone
             ops = stream = change = 0
             if number in places_in_memory:
                 change = places_in_memory[number]
@@ -946,6 +947,7 @@ class Sections:
             return run()
         key = (name, chunk, self._counts[name, chunk])
         self._counts[name, chunk] += 1
+        # another stage's program is written from this one: the function does not run again
         if self._told is not None:
             return self._again(key)
         first, _, _, batches = self._recorder.position()

@@ -210,15 +210,18 @@ class Meter:
         out: object,
     ) -> None:
         """One aten call has been made."""
+        # a view launches no kernel
         if func.is_view:
             return
         packet = func._overloadpacket
         name = self._names.get(packet)
         if name is None:
             name = self._names[packet] = str(packet).removeprefix("aten.")
+        # memory that comes or goes launches none, unless new memory is filled
         if name in _FREE and not (name in _ALLOCATE and _fills()):
             return
         tensors, outs = _on_meta(args), _on_meta((out,))
+        # the host's own tensors
         if not tensors and not outs:
             return
         if name in _FREE:
@@ -226,6 +229,7 @@ class Meter:
             if filled_bytes:  # as ``zero_`` counts them: in and out
                 self.add("fill_empty", 0, 2 * filled_bytes, outs)
             return
+        # a copy from the host takes the link, not a kernel
         source = _large_source_on_host(name, args)
         if source is not None:
             target = _on_meta((args[0], out))[0]
@@ -234,6 +238,7 @@ class Meter:
         if name == "clone" and _lie_alike(tensors[0], outs[0]):
             name = COPIED_WHOLE
         formula = flop_registry.get(packet)
+        # torch knows formulas of matrix products, convolutions and attention alone
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
         touched = tensors + outs
         if len(tensors) > 1:
@@ -245,6 +250,7 @@ class Meter:
 
     def add(self, name: str, flops: int, traffic: int, tensors: list[torch.Tensor]) -> None:
         """A kernel that ran, or would have run: fused ones are added by their stand-ins."""
+        # the caller makes one kernel of what it holds back
         if self._held is not None:
             self._held.append((name, flops, traffic, tensors))
             return
@@ -254,9 +260,11 @@ class Meter:
         work.kernels += 1
         work.looped += name.startswith(_LOOPED)
         shapes = ",".join("x".join(map(str, t.shape)) for t in tensors[:3])
+        # transposed operands of products have kernels of their own
         if flops and any(map(_turned, tensors[:3])):
             shapes = ",".join("x".join(map(str, t.shape)) + "t" * _turned(t) for t in tensors[:3])
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        # products of fp32 that torch allows to compute in TF32
         if flops and dtype == "float32" and name in _PRODUCTS and _allows_tf32():
             dtype = "tf32"
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
@@ -301,6 +309,7 @@ class Meter:
         written = []
         names = [argument.name for argument in func._schema.arguments]
         given_by_name = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        # what the schema marks as written to; without such an argument it is the result
         for argument in func._schema.arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and argument.name != _UNCHANGED:

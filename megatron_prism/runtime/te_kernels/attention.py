@@ -221,8 +221,11 @@ class Attention:
             dq1.copy_(dq_of_heads.transpose(1, 2))
             dk1.copy_(_sum_of_groups(dk_of_heads, groups))
             dv1.copy_(_sum_of_groups(dv_of_heads, groups))
+            # one bias for several rows or heads has the sum of their gradients
             if bias_values is not None and dbias is not None:
                 dbias.add_(dscores.sum_to_size(bias_values.shape))
+            # the sink takes a share and brings no value: its gradient is what its share costs the
+            # row
             if sink_values is not None and dsink is not None:
                 sink_share = (sink_values.float() - log_of_sum).exp()
                 dsink.sub_((sink_share * row_gain).sum((0, 2), keepdim=True))
@@ -246,6 +249,7 @@ _ALIGNED = 256  # bytes beside every plan's own (benchmarks/results/snapshots)
 
 def _call(args: Sequence[Values], scale: float, dropout: float, count: int) -> Attention:
     """count : tensors that follow the lengths: q, k, v; backward also the output, its gradient"""
+    # numbers and enums lead; the first tensors are the two cumulated lengths, then q, k and v
     first = 0
     while not isinstance(args[first], Tensor):
         first += 1
@@ -360,6 +364,7 @@ def fused_attn_bwd(*args: Values) -> list[Values]:
     *score_quantizers, grad_quantizer = call.rest[place + 3 : place + 6]
     for quantizer in score_quantizers:
         create(quantizer, [0], torch.float32)
+    # delayed scaling writes gradients in FP8
     delayed = kind_of(grad_quantizer) == "delayed"
     dtype = torch.uint8 if delayed else call.rest[0]
     grads: list[Values] = list(_gradients(call.layout, dtype, q, k, v))
@@ -389,6 +394,7 @@ def _gradients(layout: str, dtype: torch.dtype, q: Tensor, *kv: Tensor) -> list[
     """
     layouts = layout.split("_")
     owners: list[tuple[Tensor, ...]] = [(q,), kv[:1], kv[1:]]
+    # one tensor of q, k and v (sb3hd), or one of k and v (sbhd_sb2hd)
     if len(layouts) == 1:
         owners = [(q, *kv)]
     elif len(layouts) == 2:
@@ -439,6 +445,7 @@ def get_fused_attn_backend(*args: Values) -> Values:
     )
 
     from_config = len(args) == 1
+    # 2.19: one object of all choices
     if from_config:
         (config,) = args
         dtype = dtype_of(config.qkv_dtype)
@@ -451,10 +458,12 @@ def get_fused_attn_backend(*args: Values) -> Values:
         dtype = dtype_of(args[1])
         mask = member("NVTE_Mask_Type", args)
         dropout, _, _, rows, columns, *head_sizes, left, right = args[7:16]
+    # (-1, 0) is a causal mask, (-1, -1) is none
     windowed = left != -1 or right not in (-1, 0)
     name = "NVTE_No_Backend"
     if _fits_16_bit(dtype, mask, head_sizes) and not (windowed and (dropout or rows > columns)):
         name = "NVTE_F16_arbitrary_seqlen"
+    # FP8: heads of 128 columns, and rows in whole tiles of 128
     if dtype == torch.uint8 and set(head_sizes) == {128} and not (windowed or rows % 128):
         name = "NVTE_FP8"
     backend = NVTE_Fused_Attn_Backend[name]
@@ -637,6 +646,7 @@ def _flash_backward(
     if is_deterministic():
         copies = -(-PROCESSORS // (batch * heads))
     temporaries = [new([copies, batch, heads, padded_rows, padded_width], torch.float32)]
+    # grouped heads: gradients of each head of queries, which are summed afterwards
     if k.shape[-2] != heads:
         temporaries.append(new([batch, columns, heads, k.shape[-1]], q.dtype))
         temporaries.append(new([batch, columns, heads, v.shape[-1]], q.dtype))

@@ -155,11 +155,13 @@ def _sgd_step(
         factor: of the gradient.
     """
     step = grad.float() * factor
+    # L2 regularisation: decay enters the momentum
     if not decay_after:
         step = step + decay * p
     momentum.copy_(step if first else momentum * keep + (1 - damp) * step)
     if keep:
         step = step + keep * momentum if nesterov else momentum
+    # decoupled decay
     if decay_after:
         step = step + decay * p
     p.sub_(rate * step)
@@ -173,6 +175,7 @@ def multi_tensor_l2norm(
     tensors = lists[0]
     temporaries = [new(320, torch.float32)]
     norm = new(1, torch.float32)
+    # a partial sum for each chunk of the longest tensor, of every tensor
     if per_tensor:
         most_chunks = max(-(-tensor.numel() // chunk) for tensor in tensors)
         temporaries.append(new(len(tensors) * most_chunks, torch.float32))

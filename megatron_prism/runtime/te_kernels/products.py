@@ -72,6 +72,7 @@ def _product(
     a: Tensor, transa: bool, b: Tensor, transb: bool, out: Tensor, accumulate: bool
 ) -> Tensor:
     """Multiply in the operands' type, or in that of ``out`` if it is wider."""
+    # cuBLAS counts in columns: in rows it is the second operand times the first
     left = b.reshape(-1, b.shape[-1])
     right = a.reshape(-1, a.shape[-1])
     operand_type = torch.promote_types(left.dtype, right.dtype)

@@ -154,6 +154,7 @@ def _update(quantizer: Quantizer, out: Values) -> Values:
     """Quantizer::convert_and_update_tensor: what the quantizer wants comes, the rest goes
     (quantizer.cpp:522, :868, :1261, :1703 @v2.18).
     """
+    # a plain tensor has nothing to update
     if isinstance(out, Tensor) and not hasattr(out, "_quantizer"):
         return out
     for part in _memory(quantizer, sizes(out)):
@@ -312,6 +313,7 @@ def bgrad_quantize(grad: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     """bias.cpp:22 @v2.18"""
     grad = grad.contiguous()
     dbias = new(grad.shape[-1], grad.dtype)
+    # no cast: the bias's gradient alone
     if quantizer is None and not grad.is_meta:
         return fill(dbias, lambda: wide(grad).sum(0)), grad
     out = grad
@@ -379,6 +381,7 @@ def _in_bulk(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Valu
         for part in _memory(quantizer, list(x.shape)):
             if part.wanted:
                 wanted.append((place, part))
+    # one buffer for all rows, and one for all columns
     for way in ("row", "column"):
         owners = list[int]()
         data, scales = list[tuple[_Part, int]](), list[tuple[_Part, int]]()

@@ -506,6 +506,7 @@ def _embedded(
             angles = _freqs_of_rank(freqs, len(sequence), *context)[:, 0]
             turned.append(_turned(sequence, angles, interleaved))
         return torch.cat(turned)
+    # sequences are the second dimension of x, but the first of the angles
     if form.name == "NVTE_BSHD":
         angles = _freqs_of_rank(freqs, x.shape[1], *context)
         return _turned(x, angles.transpose(0, 1), interleaved)
