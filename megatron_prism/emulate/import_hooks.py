@@ -51,6 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        # once a package, before any of its modules
         trigger = self.triggers.pop(fullname.partition(".")[0], None)
         if trigger is not None:
             trigger()

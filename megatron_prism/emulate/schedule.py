@@ -167,6 +167,7 @@ def _stage(config: TransformerConfig, stage: int, microbatches: int) -> Program:
     _hooks(config, tape, vpp)
     # not as a job in this process has it, whose microbatches are counted
     function = inspect.unwrap(megatron_schedules.get_forward_backward_func(pp, vpp))
+    # the pipeline's group sends and receives; in all other groups the rank is alone
     alone = tape_group("alone", 0, 1)
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "dp_cp"):
@@ -237,6 +238,7 @@ def _replace(changes: ProcessChanges, tape: Tape) -> None:
     def tensor(shape: Any, **kwargs: Any) -> Token:
         return Token(is_shape=True)
 
+    # modules of Megatron get a torch in which only these functions are others
     tokens = ModuleProxy(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
     replace(changes, p2p_communication, torch=tokens, dist=distributed)
     replace(

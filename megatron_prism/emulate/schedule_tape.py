@@ -302,6 +302,7 @@ class Tape:
             "batch": batch,
             "site": f"core/pipeline_parallel/p2p_communication.py:{line}",
         }
+        # the shape of a tensor that is about to come: three numbers
         if tensor.is_shape:
             fields |= {"dtype": "int64", "shape": "3"}
             fields["num_in" if name == "send" else "num_out"] = 3

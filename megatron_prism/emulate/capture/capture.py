@@ -90,6 +90,7 @@ def of_running_job() -> dict[str, str]:
     """``tokens_per_iteration`` and ``model_flops_per_iteration`` of the job in this process, as
     Megatron itself counts them; empty if none trains.
     """
+    # recipes run without megatron.training
     if job_arguments.recipe is not None:
         return model_flops.of_recipe(job_arguments.recipe)
     # a stock script: what Megatron itself prints as its throughput
@@ -475,6 +476,7 @@ class StockCapture(TrainingListener):
         """
         if self._probes or not self.may_probe:
             return False
+        # no router, so that nothing depends on routing
         routes = self.kept()[0].builder.routes
         if not len(routes):
             return False
@@ -507,9 +509,12 @@ class StockCapture(TrainingListener):
         world = current()
         assert world is not None
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
+        # equal steps of a microbatch run once and are written down again
         if self._monitor.few is not None and _RUNS not in os.environ:
             self._monitor.repeats = Repeats(self.tier.live, self._recorder)
             self.changes.on_undo(lambda: setattr(self._monitor, "repeats", None))
+        # a device: its links would power down between rare calls, and its clock is part of the
+        # times
         if self.tier.name == "cuda":
             self.links = nvlink_keepalive.keep_awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
@@ -542,13 +547,16 @@ class StockCapture(TrainingListener):
             self._clocks += [] if self._beside else [clocked]
         elif self._recorder.active:
             recording = self._stopped()
+            # the last iteration without CUDA graphs
             if self._eager:
                 self._eager = False
                 self._keep_peak(recording)
+            # loads that differ: shows what depends on routing
             elif self._probes:
                 self._probe = recording.program()
                 if self._monitor.repeats is not None:
                     self._repeated = self._monitor.repeats.repeated
+            # an evaluation is beside it: it counts where no other iteration is written down
             elif self._beside:
                 self._others.append(recording)
                 self._flops = self._flops or self._now

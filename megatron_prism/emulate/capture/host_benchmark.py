@@ -36,12 +36,14 @@ def measure(seconds: float = 10.0) -> HostIndex:
         "launches": _launches(),
         "lock": _lock(),
     }
+    # one thread: what is measured is one core
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     samples: dict[str, list[float]] = {name: [] for name in parts}
     try:
         for part in parts.values():  # caches, first allocations
             part()
+        # whole turns, so that every part runs at least once
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or not samples["lock"]:
             for name, part in parts.items():

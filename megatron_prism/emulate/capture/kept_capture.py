@@ -252,6 +252,7 @@ def keep(
     """
     before = read(folder)
     slices = _slice_files(folder)
+    # every slice is of this command, so nothing of an earlier record counts
     if all_new:
         record = _record(command, secrets.token_hex(8), imported)
         for path, stamp in record.files.items():
@@ -308,6 +309,7 @@ def _slice_files(folder: Path) -> list[str]:
 
 def _record(command: Sequence[str], salt: str, files: Iterable[str]) -> CaptureRecord:
     """Describe ``command`` as it would be captured now; ``files``: besides those that it names."""
+    # variables of terminals change no job
     variables = {
         name: value
         for name, value in os.environ.items()

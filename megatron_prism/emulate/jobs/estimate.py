@@ -117,6 +117,7 @@ class Estimator:
             return
         self._waiting.remove(task)
         self._reason = self._reason or result.get("no_estimate", "")
+        # the job with few layers, or the one with more
         if "short_layers" in result:
             layers, self._whole_layers = result["short_layers"]
             if layers not in self._layers:
@@ -177,6 +178,7 @@ def estimated(
     from megatron_prism.replay.uncertainty.headline import headline
 
     few_layers, more_layers, whole_layers = layers
+    # how many times the layers between the two jobs are missing from the larger one
     growth = (whole_layers - more_layers) / (more_layers - few_layers)
     priced = [price(programs, machine=machine) for programs in (fewer, more)]
     reports = [peak_memory(programs) for programs in (fewer, more)]

@@ -135,6 +135,7 @@ def _communication(summaries: Sequence[Json], console: Console) -> None:
     for key, stages_of_row in sorted(stages.items(), key=most_bytes_first):
         group, size, op, calls, num_bytes = key
         stages_text = ",".join(stages_of_row)
+        # all stages communicate alike
         if len(stages_of_row) == len(summaries) > 1:
             stages_text = "all"
         size_text, calls_text = f"{size:,}", f"{calls:,}"
@@ -239,6 +240,7 @@ def _check_memory(recipe: Recipe) -> None:
 def job_of(recipe: Recipe) -> Job:
     """The recipe's script and our flags for every rank."""
     prism = recipe.prism
+    # tier cpu has the whole model in the host's memory
     if prism.tier == "cpu":
         _check_memory(recipe)
     prism_words = ["--prism-values", prism.values]

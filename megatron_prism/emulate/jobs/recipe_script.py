@@ -73,6 +73,7 @@ def run(session: Session, recipe: Recipe, rank: int, slices: Path | None = None)
 
 def attached(session: Session, recipe: Recipe, rank: int, slices: Path | None = None) -> Run:
     """The run of a process that is attached for a rank of ``recipe``."""
+    # shapes answer what is asked by default, on any host
     tier = recipe.prism.tier
     if tier == "auto":
         tier = "meta"
@@ -226,6 +227,7 @@ class RankJob:
         """Forwards and backwards of an iteration; the reported losses."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        # as Megatron's train_step begins (training/training.py)
         chunks = self.model
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -346,6 +348,7 @@ def batches(recipe: Recipe, device: torch.device) -> Iterator[Batch]:
 def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
     """A function sample number -> ``[seq_length + 1]`` token ids, reproducible."""
     tokens, vocabulary, seed = recipe.seq_length, recipe.vocab_size, recipe.seed
+    # no text: tokens are drawn, each sample from its own number
     if recipe.data_path is None:
 
         def mock(number: int) -> np.ndarray:
@@ -502,6 +505,7 @@ def chunks(recipe: Recipe, config: Foreign) -> list[Foreign]:
     bucket = max(40_000_000, 1_000_000 * world.dp * world.cp)
     for chunk in range(world.chunks):
         model = _model(recipe, config, chunk)
+        # as get_model marks them: optimizers and norms of gradients ask for these attributes
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         model.cuda()
@@ -513,6 +517,7 @@ def chunks(recipe: Recipe, config: Foreign) -> list[Foreign]:
             grad_reduce_in_fp32=not recipe.grad_reduce_in_bf16,
             bucket_size=bucket if recipe.overlap_grad_reduce else None,
         )
+        # chunks behind the first have no buckets: compute of other chunks hides their calls
         wrapped.append(DistributedDataParallel(config, ddp, model, disable_bucketing=chunk > 0))
     return wrapped
 
@@ -525,6 +530,7 @@ def _model(recipe: Recipe, config: Foreign, chunk: int) -> torch.nn.Module:
     stage = chunk if vpp else None
     if vpp:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+    # releases of Megatron take other arguments
     place = {"ignore_virtual": False, "vp_stage": stage}
     accepted = inspect.signature(parallel_state.is_pipeline_first_stage).parameters
     place = {k: v for k, v in place.items() if k in accepted}

@@ -496,6 +496,7 @@ def _is_kept(job: Job, folder: Path, ranks: Sequence[int], console: Console) -> 
     if differ:
         console.print(f"  {'compared':<20} {'; '.join(differ)}")
         return False
+    # an interrupted capture lacks slices
     slices = SliceStore(folder, job.world, {}).ranks()
     if not set(ranks) <= set(slices):
         return False

@@ -118,11 +118,13 @@ def shorten(args: Namespace, layers: int, configs: Iterable[Any] = ()) -> None:
     """
     whole = args.num_layers
     args.num_layers = layers * _count_chunks(args)
+    # validate_args copies the number of layers there
     if getattr(args, "encoder_num_layers", None) == whole:
         args.encoder_num_layers = args.num_layers
     for settings in (args, *configs):
         if settings.num_layers == whole:
             settings.num_layers = args.num_layers
+        # lists with an entry a layer
         for name in _PERIODS:
             value = getattr(settings, name, None)
             if isinstance(value, list):

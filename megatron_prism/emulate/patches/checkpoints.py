@@ -399,6 +399,7 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
                     )
                     changes.set(optimizer, "data_parallel_group", first)
                     changes.set(optimizer, "data_parallel_group_gloo", first)
+            # only where this rank is not the first of its group
             if len(changes):
                 changes.set(torch.distributed, "scatter", take_local_part)
                 changes.set(torch.distributed, "get_process_group_ranks", lambda group: [0])

@@ -186,5 +186,6 @@ def _same_parameters(
             model.setup_embeddings_and_output_layer()
         return model
 
+    # Megatron does not see that flag: what it asks for is made by this function
     asked = job_arguments.left_out.get("use_cpu_initialization")
     return original(build if asked else provider, *args, **kwargs)

@@ -79,6 +79,7 @@ class OwnLayout:
         with tempfile.TemporaryDirectory(prefix="prism-load-") as folder, ProcessChanges() as now:
             _write(Path(folder))
             now.set(self._job, "load", folder)
+            # --ckpt-step would name an iteration, and this folder has one checkpoint
             now.set(self._job, "ckpt_step", None)
             # nothing is missing and nothing unexpected
             now.set(self._job, "dist_ckpt_strictness", "assume_ok_unexpected")

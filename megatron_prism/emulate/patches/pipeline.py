@@ -49,6 +49,7 @@ def _fill_received(model: Any, labels: torch.Tensor) -> None:
     from megatron.core import parallel_state
 
     parts, place = 1, 0
+    # sequence parallel ranks hold parts of the tokens
     if model.config.sequence_parallel:
         parts = parallel_state.get_tensor_model_parallel_world_size()
         place = parallel_state.get_tensor_model_parallel_rank()
@@ -260,6 +261,7 @@ def _label_combined(module: ModuleType, context: PatchContext) -> None:
         given = names.bind(*args, **kwargs).arguments
         forward = None
         with contextlib.ExitStack() as steps:
+            # the first forwards have no backward beside them, the last backwards no forward
             if given["b_model"] is not None:
                 backward = monitor.backward_labels(given["b_output_tensor"])
                 steps.enter_context(monitor.step(backward))

@@ -203,6 +203,7 @@ class PlannedReading:
         place = reader.storage_data[item.storage_index]
         if reader.fs.exists(reader.fs.concat_path(reader.path, place.relative_path)):
             return False
+        # what is beside the shards: made from the names of objects
         if name == COMMON_STATE:
             _put(planner, name, [self._common_state(planner.metadata)])
             self.result.stand_in = True
@@ -237,6 +238,7 @@ class PlannedReading:
             "content_metadata": content,
         }
         if states:
+            # states by buckets are those of a distributed optimizer that is not resharded
             in_buckets = any(_BUCKETS in name for name in states)
             sharding = "dp_reshardable" if in_buckets else "fully_reshardable"
             content["distrib_optim_sharding_type"] = sharding

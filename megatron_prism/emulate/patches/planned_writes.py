@@ -59,6 +59,7 @@ def planned_write(state_dict: dict[str, object], job: Namespace) -> SavedBytes:
     for item in _planned_items(strategies, written):
         num_bytes = _num_bytes(item)
         key = item.index.fqn
+        # states that no other rank has
         if _OWN.match(key) or (is_layer_wise and _STATES.match(key)):
             own_bytes += num_bytes
         elif num_bytes:

@@ -92,10 +92,12 @@ class _FineTuning(_StandIn):
     def sample(self, draw: np.random.Generator, length: int) -> Sample:
         from megatron.core import utils
 
+        # context parallelism deals each document out in 2 * cp parts
         part = 2 * getattr(self.config, "context_parallel_size", 1)
         cuts = draw.integers(1, max(length // part, 2), _DOCUMENTS - 1) * part
         ends = np.unique([0, *cuts[cuts < length], length])
         lengths = np.diff(ends)
+        # as many ends in every sample: the last document's end is repeated
         padded = np.full(length + 1, length)
         padded[: len(ends)] = ends
         # so that samples of several lengths make a batch, from 0.19 on

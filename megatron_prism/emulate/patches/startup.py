@@ -88,6 +88,7 @@ def _groups_of_grids(
     """
     axes = [dims] if isinstance(dims, str) else [*dims]
     name, kind = "-".join(axes), "expert" if "ep" in self.dim_names else "dense"
+    # groups of a grid over all ranks are those that Megatron names by the same axes
     if self.size == torch.distributed.get_world_size():
         known = {
             frozenset(one.axes): one.desc
@@ -95,6 +96,7 @@ def _groups_of_grids(
             if one.grid == kind and one.pick == "all" and one.since == (0, 0)
         }
         name = known.get(frozenset(axes), name)
+        # a program without Megatron's arguments: its grid says the sizes, and dp follows from them
         if context.monitor.loop is not None and {*self.dim_names} == {"tp", "cp", "dp", "pp"}:
             sizes = dict(zip(self.dim_names, self.shape, strict=True))
             order = "-".join(self.dim_names).replace("cp", "cp-ep")

@@ -128,6 +128,7 @@ def _monitor(module: ModuleType, context: PatchContext) -> None:
         monitor.outside_step(bool(getattr(megatron_args(), "overlap_param_gather", False)), begun)
 
     def step(original: Original, *args: object, **kwargs: object) -> Any:
+        # train_step(forward_step, data, model, optimizer, …)
         optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
         _label_optimizer(optimizer, monitor)
         wanted = monitor.steps_to_make(megatron_args())

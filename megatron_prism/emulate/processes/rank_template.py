@@ -149,14 +149,17 @@ class RankTemplate:
             packet = b""
             with contextlib.suppress(ConnectionError):
                 packet = self._socket.recv(MOST_BYTES)
+            # it has died
             if not packet:
                 self.ended = True
                 return
             answer = json.loads(packet)
+            # a rank was started, or has ended
             if "process" in answer:
                 self.processes[answer["number"]] = answer["process"]
             else:
                 self.statuses[answer["number"]] = answer["status"]
+            # one answer is enough: more are read if they are there
             wait = False
 
     def close(self) -> None:

@@ -292,6 +292,7 @@ def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
             text = f"{done}/{total} steps of a microbatch"
             bars.update(worker.bar, completed=done, total=total, what=text)
         elif event["kind"] == "note":
+            # ranks note the same: each text is printed once
             if event["text"] not in worker.noted:
                 worker.noted.add(event["text"])
                 bars.console.print(f"  {'note':<20} {event['text']}", markup=False)
@@ -299,6 +300,7 @@ def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
             bars.update(worker.bar, what=event["text"])
         elif event["kind"] == "result":
             worker.result = event["result"]
+        # of several errors the first is the reason
         else:
             worker.failure = worker.failure or event
 

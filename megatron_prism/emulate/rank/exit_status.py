@@ -211,12 +211,21 @@ def _watch(changes: ProcessChanges) -> None:
     def verdict() -> int:
         """The status to end with, 0 for the one that was on its way."""
         status = _ended.get("status") or 0
-        if status:  # it may have caught that sys.exit, and would end with 0
-            idle = "failed" not in _ended and any(idle() for _, idle in _checks)
-            return (status & 0xFF or 1 if isinstance(status, int) else 1) if idle else 0
-        for error in filter(None, (check() for check, _ in _checks)):
-            report(error)
-            return error.exit_code
+        if status:
+            # where something failed or trained, the status that is on its way stays
+            is_idle = "failed" not in _ended and any(idle() for _, idle in _checks)
+            if not is_idle:
+                return 0
+            # the job may have caught that sys.exit, and would end with 0
+            if isinstance(status, int):
+                return status & 0xFF or 1
+            # a text, which Python prints before it ends with 1
+            return 1
+        for check, _ in _checks:
+            error = check()
+            if error is not None:
+                report(error)
+                return error.exit_code
         if trained_below():
             trained()
         return 0

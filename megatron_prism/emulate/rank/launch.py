@@ -324,6 +324,7 @@ def _becoming(run: Run, session: Session) -> Callable[[list[str], int], None] | 
     from megatron_prism.emulate.processes import rank_server
 
     if not rank_server.starts_job():
+        # no server: this process is one rank
         return None
     if not run.options.ranks_share_start:
         return None
@@ -353,9 +354,11 @@ def _become(
     assert options is not None, "the job's start was emulated, too"
     run.options = replace(options, tier=run.tier.name)
     rank = run.options.rank
+    # what has depended on the rank so far
     session.changes.set_item(os.environ, "RANK", str(rank))
     megatron_args = job_arguments.parsed()
     megatron_args.rank = rank
+    # an estimate's job with fewer layers
     if periods:
         layers = short_job.chunk_layers(megatron_args)
         if layers.reason:
@@ -391,6 +394,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     if look is not None:  # nor a script that does not validate them
         look.finish()
     job_arguments.check_sizes()
+    # all that ranks have in common is done: their processes begin from a copy of it
     rank_server.fork_ranks(_becoming(run, session))
     arguments = job_arguments.parsed()
     if arguments is not None:
@@ -401,6 +405,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
             tell(arguments_of_job)
     options, device = run.options, run.tier.device
     backend = "gloo"
+    # local ranks have a device each
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl"

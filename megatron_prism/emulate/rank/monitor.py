@@ -161,6 +161,7 @@ class TrainingMonitor:
         ``few`` may lower the number of microbatches; ``config``: the model's.
         """
         trains = not settings.get("forward_only")
+        # an evaluation ends what counts as an iteration of a program's own loop
         if self.loop is not None and not trains:
             self.loop.check_end()
         if self.few is not None and trains:
@@ -170,6 +171,7 @@ class TrainingMonitor:
         self.schedule = {key: int(settings.get(key) or 0) for key in _SCHEDULE}
         if self.loop is not None and trains:
             self.loop.begin(settings.get("model"))
+        # with these options, steps of a microbatch are not alike
         if any(getattr(config, name, None) for name in _BEYOND):
             self.repeats = None
         if self.repeats is not None:

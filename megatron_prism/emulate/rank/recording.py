@@ -44,6 +44,7 @@ def _control_values(options: Options, num_virtual: int) -> ValueRecorder | Value
         UsageError: this tier, or virtual ranks, have no values to record.
     """
     records_calls = any(asked.options.records_calls for asked in options.asked_features)
+    # shapes have no values to keep
     if options.tier == "meta":
         needs_all = options.record is not None and not records_calls and num_virtual
         more = f", with every rank local (torchrun --nproc-per-node {options.world.size})"
@@ -55,6 +56,7 @@ def _control_values(options: Options, num_virtual: int) -> ValueRecorder | Value
     if options.record is None:
         assert options.recorded is not None, "one of both"
         return ValueReplayer(options.recorded, options.rank, header)
+    # calls alone are recorded: control values of virtual ranks mean nothing
     if records_calls and num_virtual:
         return None
     if options.recorded or num_virtual:
