@@ -63,13 +63,16 @@ class Settings:
     def parse(text: str) -> Settings:
         """``expandable_segments:True,max_split_size_mb:128`` as in PYTORCH_CUDA_ALLOC_CONF."""
         options: dict[str, object] = {}
+        # commas inside of brackets are part of a value
         for part in filter(None, re.split(r",(?![^\[]*\])", text.strip())):
             key, colon, value = (word.strip() for word in part.partition(":"))
             if not colon or not key or not value:
                 raise UsageError(f"{part!r} is no option:value", fix="expandable_segments:True")
+            # options that the model has
             if key in _OPTIONS:
                 name, read = _OPTIONS[key]
                 options[name] = read(key, value)
+            # options of torch that change blocks in ways that are not modelled
             elif key in _KNOWN and (key, value) != ("backend", "native"):
                 message = f"{key} of PYTORCH_CUDA_ALLOC_CONF is not modelled"
                 raise UnsupportedError(message, fix="leave it out")
@@ -217,10 +220,12 @@ def replay_requests(
         if len(event) > 3:
             launch = event[3]
         lead = 0
+        # how many launches the device is behind the host
         if late:
             lead = _at_event(ahead, number)
         while late and (launch >= late[0][0] + lead or storage in (EMPTIED, WAITED)):
             machine.free(late.popleft()[1])
+        # a storage is made, or grows
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change
             try:
@@ -230,6 +235,7 @@ def replay_requests(
                     size, held = machine.settings.rounded(change), machine.reserved
                     machine.full = OutOfMemory(number, size, held, machine.allocated)
                     return machine
+        # a storage shrinks: without bytes it gives back its blocks
         elif change < 0:
             left = sizes.get(storage, 0) + change
             if left < 0:
@@ -243,8 +249,10 @@ def replay_requests(
                     late.append((launch, storage))
                 else:
                     machine.free(storage)
+        # another stream uses the storage
         elif storage >= 0:
             beside.add(storage)
+        # torch.cuda.empty_cache
         elif storage == EMPTIED:
             machine.release()
         if levels is not None:
@@ -270,6 +278,7 @@ def _malloc_after_wait(
 
     Before torch says no it waits for these streams (CUDACachingAllocator.cpp, ``malloc``).
     """
+    # no stream holds anything that could come back
     if not late:
         return False
     while late:
@@ -342,11 +351,13 @@ class CachingAllocator:
 
     def free(self, storage: int) -> None:
         """All blocks of ``storage`` go back to their pools."""
+        # a storage that another stream still used left the allocated bytes when it was given back
         counted = storage not in self.retired
         self.retired.discard(storage)
         for block in self.live.pop(storage, ()):
             if counted:
                 self.allocated -= block.size
+            # free neighbours join it
             if block.before is not None and block.before.free:
                 self._take(block.before)
                 block = self._join(block.before, block)
@@ -361,12 +372,14 @@ class CachingAllocator:
         """
         before = self.reserved
         for block in [block for block in self.blocks.values() if block.pool[0] >= 0]:
+            # a segment without a block in use
             if block.before is None and block.after is None:
                 self._take(block)
                 self.first.remove(block)
                 if self.ends.get(block.pool) is block:
                     del self.ends[block.pool]
                 self.reserved -= block.size
+            # parts of an expandable segment: whole pages
             elif self.settings.expandable:
                 self._unmap(block)
         return before - self.reserved
@@ -394,12 +407,15 @@ class CachingAllocator:
         base = block.address // GAP * GAP
         first = base + -(-(block.address - base) // page) * page
         last = base + (block.address + block.size - base) // page * page
+        # no whole page is free
         if first >= last:
             return
         self._take(block)
+        # the beginning stays, up to the first whole page
         if block.address < first:
             block, before = self._cut(block, first - block.address), block
             self._give(before)
+        # so does the end, behind the last whole page
         if last < block.address + block.size:
             self._give(self._cut(block, last - block.address))
         self.reserved -= last - first
@@ -488,11 +504,13 @@ class CachingAllocator:
             self.release()  # which may have taken the end, or some of it
             missing_bytes = self._missing_bytes(size, pool)
         end = self.ends.get(pool)
+        # the pool has no segment yet
         if end is None:
             block = self._segment(missing_bytes, pool)
             self.ends[pool] = block
             return block
         self._reserve(missing_bytes)
+        # a free block at the end grows
         if end.free:
             self._take(end)
             end.size += missing_bytes

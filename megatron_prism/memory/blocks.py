@@ -56,6 +56,7 @@ def overflow(
         before, where that is known.
     """
     in_iteration = allocator.replay_requests(changes(program), settings, limit).full
+    # the process may have needed more before the iteration
     if in_iteration is None:
         before = allocator.replay_requests(program.history.tolist(), settings, limit).full
         if before is None:

@@ -245,6 +245,7 @@ def _free(heap: _Heap, storage: int, counted: bool) -> None:
         blocks[_NEXT, block] = _NONE
         if counted:
             heap.state[_ALLOCATED] -= blocks[_SIZE, block]
+        # free neighbours join it
         before = blocks[_BEFORE, block]
         if before >= 0 and blocks[_IS_FREE, before]:
             _take(heap, before)
@@ -262,6 +263,7 @@ def _release(heap: _Heap) -> None:
     """Give every segment back that is free as a whole."""
     blocks = heap.blocks
     for pool in range(heap.counts.size):
+        # pools of CUDA graphs keep their segments
         if heap.keeps[pool]:
             continue
         free = heap.pools[pool]
@@ -282,11 +284,14 @@ def _release(heap: _Heap) -> None:
 def _segment(heap: _Heap, size: int, pool: int) -> int:
     """Return the block of a new segment; -1 where the device has no room for it."""
     num_bytes = -(-size // _BYTES_PER_PAGE) * _BYTES_PER_PAGE
+    # requests up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB; larger
+    # ones get their own, in multiples of 2 MiB
     if size <= SMALL:
         num_bytes = SMALL_SEGMENT
     elif size < OWN_SEGMENT:
         num_bytes = LARGE_SEGMENT
     state = heap.state
+    # torch returns free segments before it gives up
     if state[_RESERVED] + num_bytes > state[_LIMIT]:
         _release(heap)
         if state[_RESERVED] + num_bytes > state[_LIMIT]:
@@ -333,6 +338,7 @@ def _malloc(heap: _Heap, storage: int, size: int, pool: int) -> bool:
         block = _segment(heap, size, pool)
         if block < 0:
             return False
+    # a rest that is too small for other requests stays in the block
     least_rest = SMALL + 1
     if size <= SMALL:
         least_rest = ROUND
@@ -377,9 +383,11 @@ def _replay(
                 break
             _free(heap, late[1, first_late], False)
             first_late += 1
+        # arrays may be too small for the next request
         if heap.state[_GIVEN] >= room:
             return _GREW_TOO_LARGE, 0
 
+        # a storage is made, or grows
         if change > 0:
             storages[_BYTES, storage] += change
             size = -(-change // ROUND) * ROUND
@@ -395,6 +403,7 @@ def _replay(
                 fits = _malloc(heap, storage, size, pool)
             if not fits:
                 return event, size
+        # a storage shrinks: without bytes it gives back its blocks
         elif change < 0:
             storages[_BYTES, storage] += change
             # one that shrinks keeps its blocks until it is gone
@@ -407,8 +416,10 @@ def _replay(
                 num_late += 1
             else:
                 _free(heap, storage, True)
+        # another stream uses the storage
         elif storage >= 0:
             storages[_BESIDE, storage] = 1
+        # torch.cuda.empty_cache
         elif storage == EMPTIED:
             _release(heap)
     return _NONE, 0

@@ -208,11 +208,13 @@ def peak_memory(
     """
     settings = allocator.Settings.parse(alloc_conf)
     optimizer = CODED["phase"].index("optimizer")
+    # memory before an optimizer step lacks the optimizer's states
     for program in programs.programs:
         if not (program.ops["phase"] == optimizer).any():
             message = f"rank {program.rank} made no optimizer step: such a run is no baseline"
             raise UsageError(message, fix="capture a whole iteration: prism capture RECIPE -o DIR")
     job = {**programs.source, "world": str(programs.world), "alloc_conf": alloc_conf}
+    # a calibration, its name or file, or none
     if not isinstance(device, nccl_buffers.BufferCalibration):
         if device is None:
             device = nccl_buffers.BufferCalibration()

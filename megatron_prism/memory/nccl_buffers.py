@@ -408,12 +408,14 @@ class ConnectedCommunicators:
         """
         message = op in ("send", "recv")
         pair = message and not batched and distance > 0
+        # an unbatched message has a communicator of two ranks
         if pair:
             return self._add_pair(group, op, distance, local)
         before = self._made.get((group, 0))
         communicator = before or Communicator(group, size, local=local)
         kinds = communicator.kinds
         peers = self._peers.setdefault(group, set())
+        # batched messages connect ranks at their distance in the group
         if message:
             peers.add(distance)
         # torch makes them of messages, in a batch of all pairs
@@ -425,6 +427,7 @@ class ConnectedCommunicators:
             if num_bytes <= SMALL:
                 kind = "small"
             kinds = kinds | {kind}
+        # other collectives go around a ring
         else:
             kinds = kinds | {"ring"}
         after = replace(communicator, kinds=kinds, peers=len(peers - {0}))

@@ -83,6 +83,7 @@ def compare(
     for name in dict.fromkeys([*after.classes, *before.classes]):
         old, new = before.classes.get(name), after.classes.get(name)
         changes.append(_change(name, old, new, tol_bytes))
+        # it vanished: there is nothing to hold against limits
         if new is None:
             continue
         if (new.get("growth") or 0) > leak_bytes:
@@ -122,6 +123,7 @@ def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
 def _change(
     name: str, old: ClassMemoryFigures | None, new: ClassMemoryFigures | None, tol_bytes: int
 ) -> Change:
+    # only one of the two has the class
     if old is None:
         assert new is not None
         return Change("appeared", name, new["ranks"], None, new["peak_allocated"], {}, ())
@@ -172,12 +174,14 @@ def _growths(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, 
     for (kind, module, site), size in exact.items():
         file = re.sub(r":\d+$", "", site)
         lines.setdefault((kind, module, file), []).append((size, site))
+    # origins below the top are told as a sum
     growths = []
     of_smaller = new["smaller"] - old["smaller"]
     if of_smaller:
         growths.append(Growth("other", "smaller ones", "", of_smaller))
     for (kind, module, _), sizes_and_sites in lines.items():
         size = sum(size for size, _ in sizes_and_sites)
+        # lines of a file that cancel out have only moved
         if size:
             # the line that grew most; among lines that shrank, the first
             _, site = max(sizes_and_sites, key=lambda size_and_site: max(size_and_site[0], -1))

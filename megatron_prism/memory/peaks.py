@@ -424,6 +424,7 @@ def _grown_origins(program: Program, num_events: int) -> tuple[HeldMemory, ...]:
     _, first_events, storage_of_event = np.unique(
         events["storage"], return_index=True, return_inverse=True
     )
+    # what the last events changed, by storage
     changed_bytes = np.zeros(first_events.size, dtype=np.int64)
     np.add.at(changed_bytes, storage_of_event.ravel()[begin:], events["bytes"][begin:])
 
@@ -461,6 +462,7 @@ def viz_snapshot(program: Program) -> dict[str, object]:
     alive: dict[int, list[dict[str, object]]] = {}
     address = 0
     for before, storage, size, note in program.allocations.tolist():
+        # a storage is made, or grows
         if size > 0:
             event: dict[str, object] = {
                 "action": "alloc",
@@ -516,10 +518,13 @@ def _origin(note: str, stands: bool, phase: str, beyond: bool, stays: bool) -> K
     if parts.kind or is_unknown:
         return parts.kind or "other", module, parts.site
     kind = "tmp"
+    # made by code of communication
     if _COMM.search(parts.site):
         kind = "comm"
+    # a forward left it for a backward
     elif beyond and phase == "forward":
         kind = "act"
+    # it stays: a gradient, or a state of the optimizer
     elif beyond and stays:
         kind = _KEPT_KIND.get(phase, "other")
     return kind, module, parts.site

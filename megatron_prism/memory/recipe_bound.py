@@ -80,6 +80,7 @@ def _activations(recipe: Recipe, layers: int) -> int:
         input_elements //= world.tp
     kept_elements = input_elements
 
+    # layers that run again keep inputs alone
     if recipe.recompute_granularity == "full":
         # groups of layers keep one input; of chosen layers nobody says here which
         if recipe.recompute_method == "uniform":

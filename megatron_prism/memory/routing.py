@@ -239,6 +239,7 @@ def law(text: str) -> Law:
     if text == "uniform":
         return Law(text, lambda random, layer, experts: np.full(experts, 1 / experts))
     kind, _, number = text.partition(":")
+    # few experts get most tokens, in each layer others
     if kind == "zipf" and re.fullmatch(r"\d{1,2}(\.\d{1,6})?", number):
         power = float(number)
 
@@ -267,6 +268,7 @@ def _recorded(folder: Path) -> Shares:
                 if call is None or value.dtype != np.uint8:
                     continue
                 sums = np.unpackbits(value.reshape(-1, value.shape[-1]), axis=-1).sum(axis=0)
+                # ranks route their own tokens: counts of all ranks are summed
                 key = int(call[1]), int(call[2])
                 if key in calls:
                     sums = calls[key] + sums
@@ -282,6 +284,7 @@ def _recorded(folder: Path) -> Shares:
     def shares(random: np.random.Generator, layer: int, experts: int) -> np.ndarray:
         of_layer = layers[names[layer % len(names)]]
         sums = of_layer[random.integers(len(of_layer))][:experts].astype(float)
+        # another number of experts, or a call that routed nothing
         if sums.size != experts or not sums.sum():
             message = f"{folder} has routing to {sums.size} experts, this job has {experts}"
             raise UsageError(message, fix="record this very job")
@@ -338,6 +341,7 @@ def draw(
         rows = np.empty((len(calls), groups), dtype=np.int64)
         for call, (layer, *_) in zip(rows, calls.tolist(), strict=True):
             counts = random.multinomial(copies * sources, shares[layer])
+            # tokens above the capacity are dropped
             if most_of_expert is not None:
                 counts = np.minimum(counts, most_of_expert)
             call[:] = counts.reshape(groups, local).sum(axis=1)

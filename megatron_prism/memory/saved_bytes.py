@@ -210,9 +210,11 @@ def _writers(world: World, group: Sequence[int], is_expert: bool) -> list[list[i
         coordinates = world.coordinates(rank)
         model_part: tuple[int, ...] = (coordinates.tp, coordinates.pp)
         replica = (coordinates.dp, coordinates.cp)
+        # experts are replicated over other groups
         if is_expert:
             model_part = (coordinates.etp, coordinates.ep, coordinates.pp)
             replica = (coordinates.edp, 0)
+        # the first replica comes first: it alone writes shards that are not divided
         if replica == (0, 0):
             is_first.add(model_part)
             places_of[model_part].insert(0, place)
@@ -239,9 +241,11 @@ def _divided_in_group(
     for holders in Holders:
         for holding_places in writers_of[holders in _OF_EXPERTS]:
             writes = writes_of_member[holding_places[0]]
+            # no program of that rank was captured
             if writes is None:
                 continue
             places = list(holding_places)
+            # shards that the first replica alone writes
             if holders in _OF_FIRST:
                 places = places[:1]
             for size, count in writes.shards.get(holders, {}).items():

@@ -169,6 +169,7 @@ def risk(
     for leads in draw_leads:
         unlimited = replay(leads, None)
         reserved.append(unlimited.reserved)
+        # what fits without a limit fits with it
         if unlimited.reserved <= limit:
             continue
         failure = replay(leads, limit).full
@@ -281,6 +282,7 @@ def _repeated(requests: _Requests, repeats: int) -> tuple[list[Row], list[int]]:
         freed_sizes = Counter(freed.values())
         for storage, size in freed.items():
             names[storage] = waiting[size].popleft() if waiting[size] else None
+        # a storage whose size the next repeat frees gets a number of its own
         for storage, size in left.items():
             if freed_sizes[size] > 0:
                 freed_sizes[size] -= 1
@@ -380,6 +382,7 @@ def _where(
     program: Program, requests: _Requests, rows: list[Row], starts: list[int], event: int
 ) -> str:
     """The step and the line that make request ``event``; "" where they are not known."""
+    # before the iteration nothing says what an op asked for
     if event < starts[0]:
         return ""
     begin = max(start for start in starts if start <= event)
@@ -393,6 +396,7 @@ def _where(
     if not 0 <= place < made.size:
         return ""
     index = int(made[place])
+    # the sizes differ, so the count above is of other requests
     if int(events["bytes"][index]) != asked[-1]:
         return ""
     return f"{program[op_at(program, index)].label} {site_of(program, index)}".strip()

@@ -134,6 +134,7 @@ class Track:
             lane = lanes[number]
             place_ends = ends_of_lane.setdefault(lane, [])
             place = _first_free(place_ends, readies[number])
+            # all places are taken until later: there is one more
             if place == len(place_ends):
                 place_ends.append(0)
             place_ends[place] = ends[number]
@@ -238,6 +239,7 @@ def _arrows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[Event]:
     numbers = itertools.count(1)
     for call in np.flatnonzero(np.diff(matched_calls.start) > 1).tolist():
         members: list[_Drawn] = []
+        # only spans that are drawn can have arrows
         for index, op in matched_calls.members(call):
             drawn = drawn_of_class[index].get(op)
             if drawn is not None and drawn.end > drawn.start:

@@ -55,6 +55,7 @@ def page_data(programs: Programs, report: job_peaks.MemoryReport, limit: int | N
         limit: Bytes of the device; None: those of the job's GPU, if it is known.
     """
     if limit is None:
+        # there is no limit where no shipped machine describes the GPU
         with contextlib.suppress(UsageError):
             limit = machine(machine_of(programs)).device_memory or None
     classes: list[Data] = []
@@ -129,6 +130,7 @@ def class_data(
     """
     live = program.live_bytes()
     peak = peaks.known_peak(program)
+    # the peak is of an iteration before the one whose requests are drawn
     if peak.earlier:
         when = f"an earlier iteration, {when}"
     peak_event = int(live.argmax())

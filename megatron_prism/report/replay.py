@@ -101,6 +101,7 @@ def _head(metrics: Metrics, verbose: bool) -> str:
     lines += folded(metrics.world)
     rows = _source_rows(metrics, verbose)
     rows += _iteration_rows(metrics)
+    # an iteration without time has no shares
     if metrics.iteration_ns:
         rows += _share_rows(metrics)
         rows += _host_rows(metrics)
@@ -157,6 +158,7 @@ def _share_rows(metrics: Metrics) -> list[_Row]:
 def _host_rows(metrics: Metrics) -> list[_Row]:
     """Say how much hosts delay the iteration, and how well that is known."""
     rows: list[_Row] = []
+    # delays too small to show are left out
     if metrics.host is not None and metrics.host >= _SHOWN:
         text = f"{format_share(metrics.host)} of the critical path: the host launches kernels late"
         rows.append(_Row("host", text))
@@ -168,11 +170,13 @@ def _host_rows(metrics: Metrics) -> list[_Row]:
         if slowest_ns > (1 + _SHOWN) * fastest_ns:
             answers = ", ".join(f"{index}: {format_ns(ns)}" for index, ns in metrics.hosts)
             rows.append(_Row("", f"by the host's index {answers}"))
+    # slices of older releases count the host's delays as work
     if metrics.host_unknown:
         rank_count = sum(figures.count for figures in metrics.classes)
         text = f"slices of {metrics.host_unknown:,} of {rank_count:,} ranks hold their host's "
         text += "delays in the segments: capture them again with this release"
         rows.append(_Row("", text))
+    # the slowest rank of many is far above the median
     spread = metrics.host_spread or 0
     if metrics.host and spread >= _VARIES:
         text = f"a host varies by {format_share(spread, 0)} from iteration to iteration, and the "
@@ -560,6 +564,7 @@ def _merged_spans(timeline: Timeline, spans_of_class: Mapping[int, np.ndarray]) 
         # longer spans are to be seen, however many there are
         if fits or epsilon > timeline.iteration_ns // 64:
             return _MergedSpans(merged, epsilon)
+        # first spans below an 8,192nd of the iteration, then of twice the length each time
         if epsilon:
             epsilon *= 2
         else:
@@ -706,6 +711,7 @@ def render_html(
     title = data["title"]
     lanes = list(data["lanes"])
     data |= {"name": name, "other": None, "tables": tables, "notes": notes}
+    # the other job's page is a part of this one
     if other is not None:
         other_name, other_timeline = other
         other_data = {**page_data(other_timeline), "name": other_name}

@@ -90,6 +90,7 @@ def modules(names: list[str]) -> str:
     """Say whose a segment's tensors are: ``layer 12's mlp.linear_fc1 (counted in chunk 0)``."""
     modules_of_layer: dict[tuple[str, str], list[str]] = {}  # (layer, chunk) -> modules
     for name in dict.fromkeys(names):
+        # a module of a layer, or of the model as a whole
         match = _LAYER.fullmatch(name)
         if match is not None:
             layer = (match[3], match[1] or "")
