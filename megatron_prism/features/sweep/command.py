@@ -52,6 +52,7 @@ def sweep(args: argparse.Namespace) -> Answer:
     from megatron_prism.features.sweep.sweep import sweep as run
 
     axes, job = list(args.settings), args.recipe
+    # a script's job: its words follow --
     if args.job:
         # the word that would be a recipe is an axis
         if job:

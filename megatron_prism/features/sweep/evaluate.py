@@ -114,6 +114,7 @@ def run(
     for number in ended:
         done += len(left.pop(number))
         told(done)
+    # what is left has lost its worker each time
     killed = {"by": FAILED, "reason": f"its worker was killed {_TRIES} times"}
     for family in left.values():
         _store(family, results, lambda point: {**_head(point), **killed})
@@ -366,6 +367,7 @@ def _memory(
     needed_bytes = dict[int, int]()
     for index in set(programs.program_of.tolist()):
         tensor_bytes = programs.programs[index].peak_bytes()
+        # its slice recorded no memory
         if tensor_bytes:
             beyond = nccl_buffers.beyond_reserved(programs, index, device).num_bytes
             bytes_beyond[index] = beyond
@@ -375,6 +377,7 @@ def _memory(
     before = _whole(family, base).read_text().strip() or "as captured"
     stages = list[Figures]()
     for index, needed in needed_bytes.items():
+        # surely not the stage that needs most
         if needed < close_bytes:
             continue
         program, beyond = programs.programs[index], bytes_beyond[index]

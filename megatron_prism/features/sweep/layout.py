@@ -110,9 +110,11 @@ class RecipeLayout(_Sizes):
         path = SliceStore(folder, self.world, {}).path(rank)
         if not path.exists():
             fewest = None
+            # the fewest microbatches that the schedule takes cost little beside
             if fewest_folder is not None:
                 fewest = self.resized(self.world.dp, self.fewest).recipe, fewest_folder
             twin_stages: tuple[int, ...] = ()
+            # inner stages that do the same are written down from this run
             if stage == 1:
                 twin_stages = self._twin_stages()
             server().capture(self.recipe, rank, folder, twin_stages, fewest)
@@ -268,6 +270,7 @@ def with_option(words: Sequence[str], option: str, value: object) -> list[str]:
     if value is None or value is False:
         return changed
     changed.append(option)
+    # a flag has no value
     if value is not True:
         changed.append(str(value))
     return changed

@@ -156,6 +156,7 @@ def _in_child(function: str, content: tuple[Any, ...]) -> object:
         finally:
             exit_status.leave(status)
     child_end.close()
+    # the fork may end without an answer
     with results:
         try:
             answer = results.recv()
@@ -286,6 +287,7 @@ def _check(
     from megatron_prism.emulate.jobs import recipe_script
     from megatron_prism.emulate.rank.session import Session
 
+    # a script's own folder is where it finds its modules
     if not recipes:
         sys.path.insert(0, os.path.dirname(os.path.abspath(command_lines[0][0])))
     else:
@@ -295,6 +297,7 @@ def _check(
     refusals = [""] * len(sizes)  # command lines of a script have no recipe to check
     if recipes:
         refusals = [_refusal(partial(recipe_script.check_layers, recipe)) for recipe in recipes]
+    # megatron-core alone validates no arguments
     if not training:
         return refusals
     for number, (words, size) in enumerate(zip(command_lines, sizes, strict=True)):

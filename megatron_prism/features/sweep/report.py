@@ -63,6 +63,7 @@ def _ranked_lines(sweep: Sweep) -> list[str]:
     # several share the first place
     if sum(row.rank == 1 for row in sweep.rows) > 1:
         lines.append("= no two layouts of a rank surely differ (95 %)")
+    # the order depends on how fast the host is
     if any(_host_decides(row) for row in sweep.rows):
         lines += folded(_OVER_HOSTS)
     lines += ["", f"memory: device bytes, {sweep.memory_provenance}"]

@@ -146,11 +146,14 @@ def _axis(name: str, values_text: str, job: Job) -> str:
     flag = recipes.OTHER_NAMES.get(name, name)
     flags = recipes.known_flags()
     axis_of_flag = {axis_flag: axis for axis, axis_flag in AXES.items()}
+    # an axis, under any of its names
     if flag in axis_of_flag:
         return axis_of_flag[flag]
+    # any other flag of a recipe
     if flag in flags:
         return flag
     option = option_of(name)
+    # a script may have options that Megatron does not know
     if isinstance(job, Script) and option in job.options():
         return option
     raise _no_axis(name, values_text, [*AXES, *flags])
@@ -355,9 +358,11 @@ def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     # one chunk is no interleaving
     if axes.get("vpp") == 1:
         changes[AXES["vpp"]] = None
+    # sequence parallel follows tensor parallel, unless it is asked for
     if "tp" in axes and "sequence_parallel" not in axes:
         tp, is_given = recipe.world.tp, recipe.sequence_parallel
         changes["sequence_parallel"] = _sequence_parallel(axes, tp, is_given)
+    # method and number of layers follow from recompute
     if "recompute" in axes:
         changes["recompute_method"] = None
         changes["recompute_num_layers"] = None

@@ -393,6 +393,7 @@ def _pruned(
     """The points, most of the impossible ones with their reasons; Megatron is asked last, since it
     must be started for that.
     """
+    # without a limit nothing is too large
     if settings.limit is not None:
         points = too_large(points, settings.limit)
     store = settings.folder / "megatron_checks.json"
@@ -411,6 +412,7 @@ def _pruned(
         refusals |= _ask_megatron(asked)
         store.write_text(json.dumps({release: refusals}, indent=1))
     checked = []
+    # a point keeps its first reason
     for point in points:
         refusal = refusals.get(point.key)
         if refusal and not point.by:

@@ -41,6 +41,7 @@ def import_(args: argparse.Namespace) -> int:
     imported = import_traces(args.traces, captured)
     varies = vary(imported)
     write(imported, args.out, force=args.force)
+    # prism predict reads variability.json; import.json is what is printed
     for name, value in (("variability", varies.variability()), ("import", varies.to_json())):
         write_whole(args.out / f"{name}.json", json.dumps(value, indent=1) + "\n", force=True)
     if not write_data(

@@ -117,6 +117,7 @@ class TraceComparison(Rendered):
                 "first_unpaired": pairing.first,
             }
             rows.append(row)
+        # times are compared only where enough calls have a counterpart
         if self.times is not None:
             for row, rank in zip(rows, self.times.ranks, strict=True):
                 row.update(dataclasses.asdict(rank))
@@ -136,6 +137,7 @@ def compare_traces(paths: Sequence[str | os.PathLike[str]], predicted: Timeline)
     """
     traced = paired(paths, predicted.graph.programs)
     pairings = tuple(beside.pairing for beside in traced.ranks)
+    # too few calls have a counterpart: their times would be those of two jobs
     if any(pairing.share < ENOUGH for pairing in pairings):
         return TraceComparison(pairings, None)
 
@@ -175,6 +177,7 @@ def _compare_rank(
     spans = predicted.spans(predicted_class)
     computed = np.zeros(len(program))
     computed[spans["op"]] = spans["end"] - spans["start"]
+    # calls are compared below
     computed[program.ops["name"] != CODE["compute"]] = 0
 
     # from call to call, those of one name together

@@ -154,6 +154,7 @@ class _Sink:
 
     def on_host(self, name: str, start: int, end: int, tid: object, args: msgspec.Raw) -> None:
         """A span of the host: a step, a call, or an operator."""
+        # the profiler's own steps are iterations
         if (step := _STEP.match(name)) is not None:
             self.found.steps.append((int(step[1]), start, end))
         elif _CALL.match(name):
@@ -432,6 +433,7 @@ class _Export:
                 sink.found.steps.append((int(step[1]), start, end))
                 continue
             arguments = b""
+            # sizes are in the text of a range that torch emits with shapes
             sizes = _NVTX_SIZES.search(label)
             if sizes:
                 arguments = f'{{"Input Dims": {sizes[1]}}}'.encode()
@@ -524,12 +526,14 @@ def _steps(
     for mark, next_mark in itertools.pairwise(marks):
         begin, end = asked[mark.record] + 1, asked[next_mark.record] + 1
         steps.append((mark.seq // count, begin, end))
+    # what follows the last mark is a part of an iteration
     if marks:
         last = asked[marks[-1].record]
         if recorded.calls[-1].end > last:
             steps.append((-1, last + 1, 1 << 62))
     if not steps:
         return []
+    # nobody knows whether the last iteration is whole
     _, begin, end = steps[-1]
     return [*steps[:-1], (-1, begin, end)]
 
@@ -585,6 +589,7 @@ def _shared_mark(ranks: list[list[Entry]]) -> tuple[str, int]:
     """
     counts = []
     for entries in ranks:
+        # the last period of the calls is one iteration
         period = entries[len(entries) - _period(entries) :]
         groups = {(entry.desc, entry.group) for entry in entries}
         # a rank with several groups of a description has no single count for it

@@ -146,6 +146,7 @@ def _ranked(recorded: Sequence[Recorded]) -> list[Recorded]:
         message = f"these are traces of two jobs: {first}, {second}"
         raise UsageError(message, fix="give the traces of one job")
 
+    # the largest rank says how large the world is at least
     size = max(*by_size, 0, 1 + max(by_rank))
     if size > _MOST_RANKS:
         message = f"{recorded[0].path} is of a world of {counted(size, 'rank')}"
@@ -291,6 +292,7 @@ def _shape(ranks: Sequence[int], size: int) -> str:
     if len(ranks) == size:
         return WORLD_GROUP
     shape = f"group_of_{len(ranks)}"
+    # evenly spaced ranks are named by their distance
     if len(ranks) > 1:
         step = ranks[1] - ranks[0]
         if step > 1:
@@ -407,6 +409,7 @@ def _may_be_messages(
 ) -> bool:
     """Whether ``count`` messages like ``call`` can be of the group of ``ranks``."""
     own_rank = rank.recorded.rank or 0
+    # a message goes to another member of the group
     if not 0 <= call.peer < len(ranks) or ranks[call.peer] == own_rank:
         return False
     peer = traced.get(ranks[call.peer])
@@ -443,6 +446,7 @@ def _program(
     builder = Builder()
     call_op = np.full(len(rank.calls), -1, dtype=np.int64)
     has_time = rank.segments.max(axis=0, initial=0) > 0
+    # means of segments add up to the mean iteration; medians would not
     typical_ns = np.rint(rank.segments.mean(axis=0)).astype(np.int64)
 
     # a call whose wait follows it at once has no handle
@@ -452,6 +456,7 @@ def _program(
             waited_at_once.add(token.of)
 
     for token in rank.tokens:
+        # a segment that takes nothing in any iteration is no op
         if token.kind == "segment":
             if has_time[token.of]:
                 builder.add("compute", ns=int(typical_ns[token.of]))
@@ -727,6 +732,7 @@ def _set_clocks(imported: Imported, matched: Sequence[np.ndarray]) -> list[_Cloc
                 moved = np.median(offsets, axis=1, keepdims=True)
                 clocks[node] = _Clock(clocks[reference].same, moved)
                 waiting.append(node)
+                # how far ends are from the clocks that were chosen
                 errors += np.abs(offsets - moved).ravel().tolist()
     if errors:
         half = format_ns(round(np.median(errors)))
@@ -753,6 +759,7 @@ def _fastest(imported: Imported, matched: Sequence[np.ndarray]) -> np.ndarray:
                 pools[i, k].append(matched_call)
     own_ns = imported.wire.copy()
     for calls in pools.values():
+        # the fastest of equal calls has waited least for members without a trace
         own_ns[:, calls] = np.nanmin(imported.wire[:, calls])
     imported.notes.append(
         f"{int((~imported.whole).sum()):,} calls have members without a trace: what these calls "
@@ -798,6 +805,7 @@ class Beside:
         tokens: list[Moment] = []
         names, handles = ops["name"].tolist(), ops["handle"].tolist()
         for op, (name, handle) in enumerate(zip(names, handles, strict=True)):
+            # times of the trace fill the captured segments
             if name == CODE["compute"]:
                 tokens.append(Moment("segment", len(self.slots)))
                 self.slots.append(op)
@@ -807,6 +815,7 @@ class Beside:
                 if handle < 0:
                     tokens.append(Moment("wait", number_of[op]))
                 number_of_handle[handle] = number_of[op]
+            # waits for calls that the trace lacks are left out
             elif name == CODE["wait"] and handle in number_of_handle:
                 tokens.append(Moment("wait", number_of_handle[handle]))
         return [call for _, call in self.pairing.pairs], tokens
@@ -891,6 +900,7 @@ class Paired:
         for beside, shared_part in zip(self.ranks, measured, strict=True):
             beside.measured = shared_part
             pairing = beside.pairing
+            # most calls have no counterpart: another job was traced
             if pairing.share < 0.5:
                 fix = "capture the job that was traced, with the same arguments"
                 raise PrismError(str(pairing), fix=fix)
@@ -926,6 +936,7 @@ def paired(paths: Sequence[str | os.PathLike[str]], captured: Programs) -> Paire
     """
     recorded, world = _recorded(paths), captured.world
     for trace in recorded:
+        # 0: the trace does not say how large its world is
         if trace.world not in (0, world.size):
             traced_ranks = counted(trace.world, "rank")
             message = f"{trace.path} is of a job of {traced_ranks}, the slices of {world.size:,}"

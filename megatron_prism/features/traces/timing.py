@@ -231,6 +231,7 @@ def _numel(dims: object) -> int:
         if not dims:
             return 0
         return min(math.prod(dims), _MOST_ELEMENTS)
+    # a list of tensors counts as all of them
     sizes = [_numel(shape) for shape in dims]
     positive = [size for size in sizes if size > 0]
     if not positive:
@@ -241,10 +242,12 @@ def _numel(dims: object) -> int:
 def _sizes(spans: _HostSpans) -> tuple[int, int]:
     """Return the elements (in, out) of a call; -1: it has none, or they are unknown."""
     num_in, num_out = spans.argument("num_in"), spans.argument("num_out")
+    # without the counts that torch notes, sizes follow from shapes
     if num_in is None or num_out is None:
         num_in, num_out = _sizes_by_shapes(spans)
     num_in = max(-1, min(num_in, _MOST_ELEMENTS))
     num_out = max(-1, min(num_out, _MOST_ELEMENTS))
+    # a receive gives nothing, a send gets nothing, a barrier neither
     if spans.op in ("recv", "barrier"):
         num_in = -1
     if spans.op in ("send", "barrier"):
@@ -277,6 +280,7 @@ def _call(
     if re.fullmatch(r"\d{1,9}", third):
         rank = int(third)
     peer = root = -1
+    # messages have a peer, calls from or to one rank have a root
     if spans.is_message:
         peer = rank
     elif spans.op in ("broadcast", "reduce", "gather", "scatter"):
@@ -516,6 +520,7 @@ def _calls_with_kernels(
     num_batches = 0
     for place, spans in enumerate(asked):
         numbers = kernels_of.get(place)
+        # a call without a kernel, or one whose batch launches it later
         if numbers is None:
             if spans.op != "coalesced":
                 bare[spans.first.thread].append(spans)
@@ -523,6 +528,7 @@ def _calls_with_kernels(
         rows = kernels.device[numbers]
         issued = int(kernels.launched[numbers].min())
         span = issued, int(rows[:, 0].min()), int(rows[:, 1].max())
+        # a call outside of a batch
         if spans.op != "coalesced":
             calls.append(_call(spans, groups, span))
             continue
@@ -551,6 +557,7 @@ def _on_host(recorded: Recorded, notes: list[str]) -> _Timeline:
     for spans in own:
         issued = spans.first.start
         inner = spans.in_gloo
+        # gloo's own span is inside of the call
         if inner is not None:
             start, end = inner.start, inner.end
         elif apart[spans.op]:
@@ -558,6 +565,7 @@ def _on_host(recorded: Recorded, notes: list[str]) -> _Timeline:
             elsewhere = apart[spans.op].pop(0)
             start, end = issued, elsewhere.first.end
             spans.spans += elsewhere.spans
+        # no span says when it ran
         else:
             num_lost += 1
             continue
@@ -805,6 +813,7 @@ def _waits(iterations: Sequence[_Iteration]) -> _Waits:
         resumes = [iteration.resumes[k] for iteration in iterations]
         votes = Counter(resume and resume.after for resume in resumes)
         after = votes.most_common(1)[0][0]
+        # in most iterations no work resumes behind it
         if after is None:
             continue
         # messages one after the other are on their way together
@@ -892,6 +901,7 @@ def _measured(
     num_segments = 1 + max(segment_numbers, default=0)
     sums = [iteration.measure(tokens, num_segments) for iteration in iterations]
     segments, busy = np.stack(sums, axis=1)
+    # segments are differences of times of one clock
     if (segments < 0).any():
         raise PrismError(f"{recorded.path} has times that run backwards", fix="profile it again")
 

@@ -113,6 +113,7 @@ class Variation(Rendered):
         """As ``predict --variability FILE`` reads it."""
         finite = {}
         unknown = []
+        # what nothing in the traces tells has no finite spread
         for component in self.components:
             if math.isfinite(component.spread):
                 finite[component.name] = component.spread
@@ -255,6 +256,7 @@ def _slow_ranks(
 def _slow_nodes(equal_ranks: _EqualRanks) -> dict[str, float]:
     """Return the factors of nodes all of whose ranks are slow."""
     places_of_nodes = equal_ranks.places_of_nodes
+    # of few nodes nobody can say which is slow
     if len(places_of_nodes) < _FEWEST or not all(places_of_nodes):
         return {}
     node_levels = [np.median(equal_ranks.level[places]) for places in places_of_nodes.values()]
@@ -284,6 +286,7 @@ def _slow_gpus(
             # was it slow from the beginning?
             beginning = equal_ranks.excess[place][: num_iterations // 3]
             level = float(np.median(beginning))
+        # a slow node has been named, and of few ranks none can be
         if place in slow_places or len(equal_ranks.ranks) < _FEWEST:
             continue
         other_levels = np.delete(equal_ranks.level, [place, *slow_places])
@@ -339,8 +342,10 @@ def _slow_iterations(imported: Imported) -> list[Outlier]:
         threshold = max(0.5 * longer[:, row].max(), 0.25 * excess_ns)
         is_late = longer[:, row] > threshold
         late_ranks = tuple(np.array(imported.ranks)[is_late].tolist())
+        # nobody computed longer
         if not late_ranks:
             why = "calls"
+        # all did: no rank is the cause
         elif len(late_ranks) == len(longer) > 1:
             why = "computing of all ranks"
         else:
@@ -558,6 +563,7 @@ def _groups(imported: Imported) -> list[GroupTime]:
         took = (measured.done - measured.begun).astype(float)
         for k, op in enumerate(imported.call_op[index].tolist()):
             call = measured.calls[k]
+            # a call without a kernel has no times
             if not call.kernel:
                 continue
             group = program.strings[program.ops["group"][op]]
@@ -579,6 +585,7 @@ def _groups(imported: Imported) -> list[GroupTime]:
         if times_last:
             part = times_last / group_times.times_last.total()
         else:
+            # nobody was surely the last
             last_rank = -1
         row = GroupTime(
             group=group,

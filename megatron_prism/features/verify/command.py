@@ -43,6 +43,7 @@ def verify(args: argparse.Namespace) -> int:
         raise UsageError("verify which job?", fix="prism verify -- pretrain_gpt.py <its arguments>")
     line = line_of(args.ours, args.job)
     against = None
+    # the reference is one rank alone, or the copy of another line
     reference = "one rank alone"
     if args.against:
         against = _other(args.against, line, args)
@@ -64,6 +65,7 @@ def verify(args: argparse.Namespace) -> int:
     for argument, before, after, why in judged.asked:
         rows.append({"argument": argument, "before": before, "after": after, "why": why})
     data = judged.to_json()
+    # without a verdict: neither the same nor another job
     status = _UNDECIDED
     if judged.same is not None:
         status = int(not judged.same)

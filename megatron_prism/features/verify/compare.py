@@ -200,6 +200,7 @@ class LayoutComparison:
         names = set()
         for value in values:
             names.add(value.where)
+            # one run has no such value
             if isinstance(value, _Lack):
                 wrong.setdefault(value.where, _Wrong(value, None, 0.0))
                 continue
@@ -215,12 +216,14 @@ class LayoutComparison:
             self.worst[kind] = max(self.worst.get(kind, 0.0), share)
             if not error <= allowed:  # NaN is no number that is allowed
                 wrong.setdefault(value.where, _Wrong(value, error, allowed))
+            # half of the value or more is allowed: a fault in it would not be seen
             elif 0 < _norm(value.wanted) <= allowed * value.size / _SEEN:
                 unseen.append(value.where)
         if unseen:
             self._say_not_compared(f"{kind} of {_listed(unseen)}: not above roundings")
         if not wrong:
             return None
+        # names of both runs were compared, not only those that differ
         if kind == NAMES:
             names.update(self.job.tensors("parameter", iteration))
             names.update(self.reference.tensors("parameter", iteration))
@@ -248,14 +251,17 @@ class LayoutComparison:
         value = first.value
         notes: tuple[str, ...] = ()
         axes: tuple[str, ...] = ()
+        # the value itself says more than its numbers
         if isinstance(value, _Lack):
             notes = (value.note,)
         elif value.notes:
             notes = value.notes
+        # only one of the two is finite
         elif not np.isfinite(value.actual).all():
             notes = (f"NaN or infinity in {self.job.title} only",)
         elif not np.isfinite(value.wanted).all():
             notes = (f"NaN or infinity in {self.reference.title} only",)
+        # a part of a tensor: factors and axes say where a sum is missing
         elif value.part is not None:
             held = self.job.tensors(kind, iteration)
             notes, axes = self._of_part(value.part, value.wanted, held)
@@ -375,6 +381,7 @@ class LayoutComparison:
                 title = self._title_of_only(place, self.job.losses)
                 yield _Lack(where, "all ranks", f"in {title} only")
                 continue
+            # the rounded run says how much roundings matter: without it nothing is decided
             if place not in self.rounded.losses:
                 raise UndecidedError(f"{self.rounded.title} has no {where}")
             rounded = self.rounded.losses[place][0].mean
@@ -407,6 +414,7 @@ class LayoutComparison:
                 yield _Lack(where, "all ranks", f"routed in {title} only")
                 continue
             actual, wanted = self.job.routed[place], self.reference.routed[place]
+            # another number of experts
             if actual.shape != wanted.shape:
                 note = f"{actual.size} experts in place of {wanted.size}"
                 yield _Lack(where, "all ranks", note)
@@ -540,9 +548,11 @@ class LayoutComparison:
 
     def _as_factor(self, ratio: float) -> tuple[str, ...]:
         """``2 x: tp, or cp``: the sizes of groups whose product, or quotient, it is."""
+        # equal, or no factor of sizes
         if not (math.isfinite(ratio) and ratio > 0 and abs(ratio - 1) > _ALIKE):
             return ()
         above_one = {name: size for name, size in self._sizes().items() if size > 1}
+        # one size explains it, or else the product of two
         for number_of_factors in (1, 2):
             texts = []
             for names in itertools.combinations(above_one, number_of_factors):
@@ -572,6 +582,7 @@ class LayoutComparison:
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what is known of a gradient that differs, and the axes that it points at."""
         notes: tuple[str, ...] = ("zero",)
+        # a part of zeros has no ratio
         if _norm(part.data):
             notes = self._as_factor(_ratio(part.data, right))
         copies = [copy for copy in held[part.key] if copy.part_key == part.part_key]

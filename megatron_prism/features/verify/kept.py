@@ -212,6 +212,7 @@ class Kept:
         for call_iteration, _, ranks, _ in self.facts[rank].get("norm_calls", ()):
             if call_iteration == iteration:
                 groups.add(tuple(ranks))
+        # this rank computed no norm in the iteration
         if not groups:
             return None
         counts: dict[PartKey, np.ndarray] = {}

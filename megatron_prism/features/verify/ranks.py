@@ -90,6 +90,7 @@ def _serve() -> None:
 
 def _train(run: SmallRun) -> Json:
     run.folder.mkdir(parents=True, exist_ok=True)
+    # a port that is free now
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -98,8 +99,10 @@ def _train(run: SmallRun) -> Json:
     while pids:
         pid, status = os.wait()
         rank = pids.pop(pid, None)
+        # another process, a rank that ended well, or one that was killed below
         if rank is None or not status or failed:
             continue
+        # the rank has written why
         file = run.folder / f"rank-{rank}.error"
         if file.exists():
             failed = json.loads(file.read_text())
@@ -122,12 +125,14 @@ def _train(run: SmallRun) -> Json:
 def _fork(run: SmallRun, rank: int, port: int) -> int:
     """Start a rank; return its process."""
     pid = os.fork()
+    # the parent does not become a rank
     if pid:
         return pid
     status = 1
     try:
         die_with_parent()
         log = os.open(run.folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # both streams of the rank go to its log
         for stream in (1, 2):
             os.dup2(log, stream)
         signal.alarm(_PATIENCE)
@@ -165,6 +170,7 @@ def sentence(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     if len(text) > _LONGEST:
         text = text[:_LONGEST].rsplit(" ", 1)[0] + " …"
+    # a sentence speaks for itself; a value alone does not
     if re.search(r"[^\W\d_]+ [^\W\d_]+", text) and not _VALUE.match(text):
         return text
     frames = traceback.extract_tb(error.__traceback__)
@@ -205,6 +211,7 @@ def _rank(run: SmallRun, rank: int, port: int) -> None:
     prism_flags = ["--prism-tier", "cpu", "--prism-world-size", str(size)]
     try:
         launch.run_script([*prism_flags, "--", *run.words, *shrink.sizes_as_words(run.world)])
+    # the end of a script is no failure
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

@@ -360,6 +360,7 @@ def shards(model: Model, values: Tensors, only: bool) -> Iterator[NamedPart]:
 def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
     """What makes this rank's job the small one, and keeps what it does."""
     patches = Patches()
+    # an emulated job may not write; these checkpoints are for the next run
     if run.saves:  # in its own folder: no other path of the job is left
         PatchContext.writes = lambda *_: True  # type: ignore[method-assign]
 
@@ -373,8 +374,10 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
         shrink.lay_out(parsed, run.world, run.left_out)
         if run.saves:
             parsed.save, parsed.save_interval = str(run.folder), 1
+        # a run that goes on from another layout's checkpoint
         if run.resumed:
             parsed.load, parsed.ckpt_step = run.resumed
+        # other layouts read it, so it may not depend on this one
         if run.saves or run.resumed:
             parsed.ckpt_format = "torch_dist"
         return parsed
@@ -410,6 +413,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
             return losses
 
         def updated(*args: object, **kwargs: object) -> object:
+            # gradients are complete here, and not yet clipped or used
             recorder.keep_gradients(model)
             recorder.places = GradientPlaces(model)
             try:
@@ -442,6 +446,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
         if recorder.places is not None:
             call = inspect.signature(original).bind(*args, **kwargs)
             gradients = call.arguments["grads_for_norm"]
+            # Megatron takes one tensor, or a list
             if isinstance(gradients, torch.Tensor):
                 gradients = [gradients]
             group = call.arguments.get("grad_stats_parallel_group")
@@ -451,6 +456,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
     @patches.patch("megatron.training.training", at=":2588 @0.19.0")
     def report(module: ModuleType, context: PatchContext) -> None:
         """What Megatron reports to TensorBoard is compared with another layout's."""
+        # Megatron's writer is on the last rank (training/global_vars.py)
         if context.rank == run.world.size - 1:
             context.changes.set(module, "get_tensorboard_writer", lambda: recorder)
 
@@ -462,6 +468,7 @@ def patches_of(recorder: StepRecorder, run: SmallRun) -> Patches:
     ) -> object:
         """To which experts tokens go is compared with another layout's."""
         result = original(self, *args, **kwargs)
+        # evaluations route, too, and do not count
         if recorder.training:
             counts = result[1].sum(dim=0).tolist()
             key = f"{recorder.iteration} {vars(self)['layer_number']}"

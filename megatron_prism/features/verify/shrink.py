@@ -375,6 +375,7 @@ def shrink(args: object, job: World, copy: World, iterations: int, layers: int) 
         for name, off in values.items():
             small.set(name, off, why)
     _simplify(small)
+    # a hybrid model says its layers in a pattern
     patterns_of_job = [name for name in HYBRID_PATTERNS if small.get(name)]
     for name in patterns_of_job:
         _shorten(small, name, job, copy, layers)

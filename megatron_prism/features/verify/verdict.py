@@ -161,6 +161,7 @@ def verify(
             return Kept(place, run.world, title)
 
         try:
+            # the reference is one rank that has all parts left out, or the copy of another line
             if against is None:
                 alone = shrink.one_rank(copy)
                 second, by = replace(job, world=alone, left_out=tuple(shrink.PARTS)), server
@@ -179,6 +180,7 @@ def verify(
             rounded_name = f"{name} rounded otherwise"
             rounded = kept(rounded_name, replace(second, rounded=True), by, f"the {rounded_name}")
         except RankError as error:
+            # Megatron refused the arguments, so that the line is wrong
             if error.kind in _REFUSALS or error.exit_code == 2:
                 raise UsageError(f"the {name} is refused: {error.message}", error.fix) from None
             verdict.why = f"the {name} failed: {error.message}"
@@ -193,6 +195,7 @@ def verify(
             say("a difference that roundings may make: decided in float64")
             folder /= "float64"
             return verify(line, against, folder, say, bisect=bisect, resume=resume, precise=True)
+        # only against one rank is each flag of the job a suspect
         if first is not None and bisect and against is None:
             _bisect(verdict, job, compare)
         if verdict.same and resume:
@@ -243,6 +246,7 @@ def _judge(verdict: Verdict, compared: LayoutComparison) -> None:
     # runs that cannot be compared have no numbers of values either
     if verdict.why:
         return
+    # other initial values make every later difference
     if verdict.difference is not None and verdict.difference.what == INITIAL:
         verdict.same, verdict.why = None, "the two do not start from the same parameters"
     verdict.counts = {
@@ -270,6 +274,7 @@ def _resume(verdict: Verdict, job: SmallRun, compare: Compare) -> None:
     few = replace(shrink.one_rank(job.copy), size=job.copy.ep, ep=job.copy.ep)
     elsewhere = replace(job, world=few, left_out=alone, saves=True)
     runs = [("copy", job), ("resumed elsewhere", elsewhere), ("resumed by the copy", job)]
+    # each run goes on from where the one before it wrote
     for at, ((before, _), (name, run)) in enumerate(itertools.pairwise(runs), 1):
         folder = str(job.folder / before.replace(" ", "-"))
         try:

@@ -112,7 +112,7 @@ class PythonCalls:
 
         def _enter(self, code: CodeType, offset: int) -> object:
             kind = self._kinds.get(code)
-            # a code is looked at once; then this is not called for it again, or its end is told, too
+            # a code is asked about once: from then on it comes no more, or its end comes, too
             if kind == _PASSED:
                 return sys.monitoring.DISABLE
             if kind is None:
