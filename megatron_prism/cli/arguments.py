@@ -30,6 +30,7 @@ def read(
     for word in words:
         key, equals, text = word.partition("=")
         key = key.lstrip("-").replace("-", "_")
+        # no such key: the nearest one is named
         if not equals or key not in keys:
             close = did_you_mean(key, keys, "")
             fix = f"{close[:-1]}={text}?" if close else f"use {', '.join(keys)}=…"

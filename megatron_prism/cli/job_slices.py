@@ -94,6 +94,7 @@ def capture_line(
     """
     from megatron_prism.emulate.jobs import script_job
 
+    # the folder's name is that of the question: the same line finds it again
     digest = hashlib.sha1("\0".join((*flags, *job)).encode()).hexdigest()[:8]
     folder = Path(f"prism-{digest}")
     talk = console(stderr=True)

@@ -102,8 +102,10 @@ def _dispatch(words: list[str]) -> int:
         fix = did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
         raise UsageError(f"there is no command {name}", fix=fix)
     command = COMMANDS[name]
+    # the command reads its words itself, a job's own among them
     if command.raw:
         return command.function(rest)  # type: ignore[return-value]
+    # help is asked of the command, not of the job behind it
     if {"-h", "--help"} & set(_split_at_line(name, rest)[0]):
         parser(name).print_help()
         return 0
@@ -187,12 +189,15 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
         flags, rest = options.split(rest)
         given = [word for _, flag_words in flags for word in flag_words]
         captures = command.captures(rest)
+        # all that stops the job is said at once
         if captures or command.checks_job:
             obstacles = Obstacles()
         launched, job = job_of(line, given, obstacles)
         ours = [*given, *launched]
+        # without a script there is nothing to capture: what is wrong with the line is said
         if obstacles is not None and not job and not command.checks_job:
             obstacles.raise_all()
+        # the launch line has no script that runs
         if not job and not obstacles:
             fix = f"prism {name} … torchrun … pretrain_gpt.py …"
             raise UsageError(f"no script stands in {shlex.join(line)}", fix=fix)
@@ -243,6 +248,7 @@ def _parse(name: str, words: list[str]) -> argparse.Namespace:
     """Read the words of command ``name``; options and key=value words may come in any order."""
     reader = parser(name)
     options = [flag for action in reader._actions for flag in action.option_strings]
+    # an option without its dashes
     for word in words:
         as_option = _as_option(word)
         if as_option != shlex.quote(word) and as_option.partition(" ")[0] in options:

@@ -62,6 +62,7 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     used = widths[0]
     for column, width in enumerate(widths[1:], 1):
         used += len(GAP) + width
+        # the column begins the next block; a block has one column beside the first at least
         if used > WIDTH and len(blocks[-1]) > 1:
             blocks.append([0])
             used = widths[0] + len(GAP) + width

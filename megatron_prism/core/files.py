@@ -123,6 +123,7 @@ def artefact_folder(path: str | os.PathLike[str], *, force: bool = False) -> Ite
     """
     path = Path(path).absolute()
     check_free(path, force)
+    # no two runs write to one place, and an interruption leaves no half folder
     with claimed(path), unwinding():
         _clear_leftovers(path)
         check_free(path, force)
@@ -146,8 +147,10 @@ def check_free(path: str | os.PathLike[str], force: bool = False) -> None:
     path = Path(path).absolute()
     if os.path.lexists(path):
         another = "name another place with -o DIR"
+        # a file, or a link that would be replaced
         if path.is_symlink() or not path.is_dir():
             raise UsageError(f"{path} exists and is no folder", fix=another)
+        # an empty folder is as good as none
         if not force and any(path.iterdir()):
             raise UsageError(f"{path} exists already", fix=f"{another}, or replace it with --force")
     check_writable(path.parent)

@@ -149,6 +149,7 @@ def read_to_cut(
     with open(path, "rb") as file:
         opened = _opener(file)
         packed = opened is not None
+        # a packed file may be small and expand without end
         if packed:
             limit_bytes = min(limit_bytes, (1 << 28) + times * os.fstat(file.fileno()).st_size)
         try:

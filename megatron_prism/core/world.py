@@ -50,10 +50,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
     words = []
     at = 0
     while at < len(rest):
+        # the longest run of even steps from this rank on
         end = at + 1
         step = rest[end] - rest[at] if end < len(rest) else 1
         while end + 1 < len(rest) and rest[end + 1] - rest[end] == step:
             end += 1
+        # two ranks in a row are shorter by themselves
         if end - at >= 2 and end < len(rest):
             words.append(f"{rest[at]}-{rest[end]}" + (f":{step}" if step > 1 else ""))
             at = end + 1
@@ -284,6 +286,7 @@ class World:
         text = f"{counted(self.size, 'rank')} = {axes}"
         if self.vpp is not None:
             text += f", vpp {self.vpp}"
+        # experts have a grid of their own
         if self.ep > 1 or self.etp != self.tp:
             text += f"; experts etp {self.etp} x ep {self.ep} x edp {self.edp} x pp {self.pp}"
         if self.gpus_per_node is not None:

@@ -147,6 +147,7 @@ def _factors(
     more_places = places[len(few_keys) :]
     few_totals = np.bincount(few_places, few_ns, len(distinct_keys))
     totals = np.bincount(more_places, more_ns, len(distinct_keys))
+    # what grows by each layer grows on; it cannot become less than nothing
     expected = totals + growth * (totals - few_totals)
     expected = np.maximum(expected, 0)
     quotients = expected / np.maximum(totals, 1)

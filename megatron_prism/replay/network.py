@@ -100,6 +100,7 @@ def read_topology(text: str, machine: Machine) -> Topology:
         UsageError: The text is something else, or the machine has no network.
     """
     kind, _, factor_text = text.partition(":")
+    # a machine of one node
     if not machine.network_rate:
         raise UsageError(
             f"{machine.name} has no network between nodes: none can be reached over {text}",

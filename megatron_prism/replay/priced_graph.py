@@ -391,9 +391,11 @@ def _check_machine(programs: Programs, machine: MachineLike | None) -> None:
     """Raise UsageError if ``machine`` is another one than the programs were measured on."""
     if machine is None:
         return
+    # slices of shapes may be priced as any machine
     measured_on = named_in(programs.source.get("device", ""))
     if not measured_on or not _is_another(_name(machine), measured_on):
         return
+    # times that were measured are not those of another machine
     if any((program.ops["ns"] >= 0).any() for program in programs.programs):
         name = _name(machine)
         raise UsageError(

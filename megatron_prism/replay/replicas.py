@@ -64,6 +64,7 @@ def with_data_parallel(programs: Programs, dp: int) -> Programs:
     program_of_rank = program_of_class[classes.of]
     old_places, new_places = _places(old), _places(world)
     has_times_of_first = False
+    # measured times differ between replicas that run the same: the first one's are taken
     if programs.source.get("tier") == "cuda" and _find_unlike(program_of_rank, old_places):
         has_times_of_first = True
         program_of_rank = _first_alike(programs)[program_of_rank]
@@ -228,10 +229,12 @@ class _Resizer:
         for name, indices in self.captured.groups().items():
             before, after = self.sizes[name]
             if before == after:
+                # a group that stays as large
                 continue
             for index in indices.tolist():
                 self._resize(ops[index], name, after)
         resized = dataclasses.replace(self.captured, ops=ops, rank=self.new_rank)
+        # no part of the optimizer depends on the size
         if not self.is_sharded:
             return resized
         if shard.has_quantized(self.captured):

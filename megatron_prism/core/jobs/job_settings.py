@@ -99,6 +99,7 @@ def of_source(source: Mapping[str, str]) -> dict[str, str]:
 
 def job_name(source: Mapping[str, str]) -> str:
     """Say what a job trains: its recipe's model, else its layers; "" if its source does not say."""
+    # a recipe's name begins with its model
     recipe = source.get("recipe")
     if recipe:
         return recipe.partition("_")[0]

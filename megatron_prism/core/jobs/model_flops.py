@@ -31,6 +31,7 @@ def _mlp(m: Recipe) -> int:
     every = range(m.num_layers)
     if not m.num_experts:
         experts = [False for _ in every]
+    # every n-th layer has experts, or a list says which
     elif isinstance(m.moe_layer_freq, int):
         experts = [i % m.moe_layer_freq == 0 for i in every]
     else:

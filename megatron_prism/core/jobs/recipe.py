@@ -236,6 +236,7 @@ class Recipe:
             key = full_name(name)
             value = _read_as(kind_of(key), text, key)
             section, dot, leaf = key.partition(".")
+            # a section's setting, or a flag of Megatron
             if dot:
                 sections[section] = dataclasses.replace(sections[section], **{leaf: value})
             else:
@@ -354,9 +355,11 @@ class Recipe:
         """Return Megatron's command line of this job."""
         words: list[str] = []
         for name, value in self._megatron_flags().items():
+            # a flag whose absence means True in Megatron
             if name in _NEGATED:
                 if not value:
                     words.append(_NEGATED[name])
+            # several words; patterns of frequencies are one word
             elif isinstance(value, list) and not name.endswith("_freq"):
                 words += [option_of(name), *map(str, value)]
             elif value is True:
@@ -378,6 +381,7 @@ class Recipe:
             flags["pipeline_model_parallel_layout"] = self.pipeline_model_parallel_layout
         flags["group_query_attention"] = self.num_query_groups is not None
         flags["is_hybrid_model"] = self.is_hybrid
+        # without a text Megatron makes samples itself
         if self.data_path is None:
             flags |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
         return flags

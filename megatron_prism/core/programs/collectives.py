@@ -59,8 +59,10 @@ class Collective:
         """
         if n < 1:
             raise ValueError(f"a group has at least one rank, not {n}")
+        # nothing goes over a wire
         if n == 1 or self.name == "barrier":
             return 0
+        # one side sends all of it once
         if self.name in ("broadcast", "reduce", "send", "recv"):
             return payload
         return -(-payload * (n - 1) * (1 + (self.name == "all_reduce")) // n)

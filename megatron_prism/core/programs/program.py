@@ -108,6 +108,7 @@ class Builder:
         row[_PLACE["name"]] = CODE[name]
         row[_PLACE["group"]] = self._text(group)
         for column, value in values.items():
+            # texts, codes and splits are kept as numbers of tables
             if column in TEXTS:
                 value = self._text(value)
             elif column in CODED:
@@ -607,6 +608,7 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
         heads.append(_ProgramHead(program.rank, program.strings, program.splits))
         for name in _COLUMNS:
             column = getattr(program, name)
+            # columns that a program has nothing in are left out
             if column.size or name in _ALWAYS:
                 arrays[f"{name}{number}"] = column
     groups, source = dict(programs.groups), dict(programs.source)
@@ -614,6 +616,7 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
     arrays["head"] = np.frombuffer(msgspec.json.encode(head), dtype=np.uint8)
 
     total_bytes = sum(array.nbytes for array in arrays.values())
+    # compression of large files takes longer than it saves
     write = np.savez_compressed if total_bytes < _SMALL_BYTES else np.savez
     with whole_file(path, force=force) as file:
         write(file, **arrays)  # type: ignore[arg-type] # no array is called allow_pickle
@@ -634,6 +637,7 @@ def load(path: str | os.PathLike[str]) -> Programs:
     )
     with reading:
         head, arrays = foreign.read_arrays(path, dict[str, Any], _MEMBERS)
+        # columns may have other meanings in another format
         version = head.get("format")
         if version != FORMAT:
             text = f"format {version}" if isinstance(version, int) else "no format version"

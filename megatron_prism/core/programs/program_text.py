@@ -363,6 +363,7 @@ class _Reader:
         if words[0][0] != "prism-program":
             self.fail(words[0], "this is no program", "start with: prism-program 1")
         version = words[1][0] if len(words) > 1 else "?"
+        # another version may mean other things by the same words
         if version != str(VERSION):
             what = f"version {version} of the text form is not known"
             self.fail(words[-1], what, f"this release reads version {VERSION}")

@@ -130,13 +130,16 @@ def nccl_lets_through(own: Op, peer: Op | None) -> bool:
     if peer is None:
         return False
     differing = {name for name, *_ in _differing_properties(own, peer)}
+    # another operation, reduction or root: not measured
     if differing - _BYTES:
         return False
+    # counts that differ between members were not measured either
     if own.splits or peer.splits:
         return False
     own_bytes, peer_bytes = _bytes_of(own), _bytes_of(peer)
     if own_bytes == peer_bytes:
         return True
+    # the measured rule: the same number of words of 8 bytes, of a small message
     own_words, peer_words = -(-own_bytes // 8), -(-peer_bytes // 8)
     return max(own_bytes, peer_bytes) <= _FEW and own_words == peer_words
 
@@ -215,9 +218,11 @@ class CallCheck:
 
     def check(self, call: Op, position: int, size: int) -> None:
         """``call`` is about to be made by the member at ``position`` of ``size``."""
+        # outside of what the programs record (an evaluation, say) nothing is compared
         if not self.open:
             return
         self._own_order(call)
+        # a group of one rank
         if size < 2:
             return
         # collectives of a group have one order, messages one for each peer and direction
@@ -234,6 +239,7 @@ class CallCheck:
 
     def _own_order(self, call: Op) -> None:
         """Fail where the rank's own program has another call in this place, or none."""
+        # only --prism-check-order compares the order of a rank's own calls
         if self.order is None:
             return
         number = self.calls_made
@@ -252,6 +258,7 @@ class CallCheck:
     def _message(self, call: Op, number: int) -> None:
         """Compare a message with what its peer does in the same place."""
         peer, fifo = self.peers.messages(call.group, call.peer, call.name)
+        # the peer posts no such message in an iteration
         if number >= len(fifo):
             counterpart = "send"
             if call.name == "send":
@@ -266,6 +273,7 @@ class CallCheck:
     def _collective(self, call: Op, number: int, position: int) -> None:
         """Compare a collective with what all other members do in the same place."""
         for rank, equal_ranks, fifo in self.peers.collectives(call.group):
+            # the other rank makes fewer calls in the group
             if number >= len(fifo):
                 text = f"rank {rank} ({equal_ranks} alike) makes {len(fifo)} calls there"
                 self.fail("missing", call, number, None, [text], rank)
@@ -338,6 +346,7 @@ class LocalCallCheck:
         """Compare ``call`` with that of ``peer``; ``positions`` are group ranks of both."""
         seconds_left = max(0.1, deadline - time.monotonic())
         try:
+            # the other rank publishes its call under the same key
             self.store.wait([base + str(peer)], timedelta(seconds=seconds_left))
         except Exception as error:  # c10d raises DistStoreError or RuntimeError by release
             key = f"call_check/at/{peer}"
@@ -347,6 +356,7 @@ class LocalCallCheck:
             return
         peer_call = Op(**json.loads(self.store.get(base + str(peer))))
         texts = differences(call, peer_call)
+        # rows that one side sends must be those that the other receives, in both directions
         if not texts and peer_call.splits and call.splits and call.name != "all_to_all":
             own_position, peer_position = positions
             texts = _split_difference(call, peer_call, own_position, peer_position)

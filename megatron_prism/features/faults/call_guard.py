@@ -181,6 +181,7 @@ class ExpectedCalls:
         """
         programs = open_programs(path)
         _check_world(path, programs.world, world)
+        # without planted faults, peers do what their programs say
         self.healthy = self.faulty = ProgramPeers(programs, rank)
         self.rank = rank
         self.faults = tuple(faults)
@@ -317,6 +318,7 @@ def disagreement(difference: CallDifference) -> HangError:
     reason = difference.texts[0] if difference.texts else kind
     culprits = tuple(Culprit(suspect, kind, reason) for suspect in suspects)
     victims: list[Waiting] = []
+    # whoever is not suspected waits in the call
     for side in (rank, peer):
         if side is not None and side not in suspects:
             victims.append(Waiting(side, (), call.name, call.group, difference.number + 1))
@@ -330,6 +332,7 @@ def disagreement(difference: CallDifference) -> HangError:
         "likely" if suspects else "possible",
         tuple(evidence),
     )
+    # two ranks differ, and nothing says which is right
     named = "who is wrong is undetermined"
     if suspects:
         named = f"rank {format_ranks(suspects)} differs"
@@ -440,6 +443,7 @@ class CallGuard(LabelledCalls):
     def banner(self) -> str:
         """Say what is wrong on purpose, in a frame that nobody overlooks."""
         lines = [f"FAULT INJECTION: {fault}" for fault in self.asked.faults]
+        # a dry run says which calls would be hit
         if self.asked.dry_run:
             if self.strict is not None:
                 lines += [f"would fire: {hit}" for hit in self.strict.hits]
@@ -548,11 +552,14 @@ class CallGuard(LabelledCalls):
     def _check_survived(self) -> None:
         """Raise HangError if the run went on only because virtual ranks answer at once."""
         if self.asked.dry_run:
+            # a dry run lets no fault happen
             return
         for fault, call in self.injector.survived.items():
             # without the programs of the world nothing compared the rank's calls
             consequence = "its peers would wait for good"
             fix = "--prism-world DIR (prism capture) stops where the job would, with the verdict"
+            # calls are compared: the fault was in an iteration that is not, or changed the order
+            # alone
             if self.asked.programs is not None:
                 consequence = (
                     f"it fired where calls are not compared ({self._compared_text()}, each up to "
@@ -576,6 +583,7 @@ class CallGuard(LabelledCalls):
                 text_of_step[step.number] = _step_text(step)
                 skipped_steps += step.skipped
             step_count = len(text_of_step)
+            # the step in which it fired, and the last one
             shown_steps = sorted({number, step_count} & text_of_step.keys())
             outcomes = [f"in step {shown} {text_of_step[shown]}" for shown in shown_steps]
             sys.stderr.write(
@@ -589,6 +597,7 @@ class CallGuard(LabelledCalls):
     ) -> Any:
         """Make the call, after faults and checks."""
         is_before_training = self.iteration == 0 and self.neighbours is None
+        # start-up, and calls that another call makes, pass unchanged
         if self._is_inside_call or is_before_training:
             self.injector.sequence[group.desc, op in ("send", "recv")] += 1
             self.injector.groups.setdefault(group.desc, group)
@@ -623,6 +632,7 @@ class CallGuard(LabelledCalls):
         local_positions = {
             rank: group.ranks.index(rank) for rank in self.local if rank in group.ranks
         }
+        # several local ranks of the group compare with each other; messages have one peer
         if self.neighbours is None or len(local_positions) < 2 or op in ("send", "recv"):
             return
         self._is_inside_call = True
@@ -663,6 +673,7 @@ class CallGuard(LabelledCalls):
     ) -> None:
         """Raise the verdict on a call that does not fit, unless the library lets it through."""
         texts = list(found)
+        # but for calls that its own program lacks, the library may let a difference pass
         if kind != "divergence":
             outcome = self._outcome(call, theirs)
             if outcome == "passes":
@@ -678,9 +689,11 @@ class CallGuard(LabelledCalls):
             if self.strict is not None and call.name not in ("send", "recv"):
                 own_calls = self.strict.healthy.own(call.group)
                 own = own_calls[number] if number < len(own_calls) else None
+        # a program of other arguments may be the reason
         if texts:
             texts += self._other_arguments
         stack = frames()
+        # where the rank stands, unless the comparison has said so
         if stack and not any("stands at" in text for text in texts):
             texts.append(f"rank {self.rank} stands at")
             texts += [f"  {frame}" for frame in stack]

@@ -106,12 +106,14 @@ def arguments_of(
     kind = fault.kind
     if kind in ("shape", "dtype"):
         return [[_changed_tensor(fault, healthy, wanted, args[0][0])], *args[1:]]
+    # options are the last argument of c10d's methods
     if kind == "root":
         args[-1].rootRank = wanted.root
         return list(args)
     if kind == "reduce_op":
         args[-1].reduceOp = dist.ReduceOp(_REDUCE[wanted.reduce])
         return list(args)
+    # c10d's arguments: output, input, rows received and sent by peer, options
     if kind == "splits":
         send_rows = list(wanted.splits[0]) if wanted.splits else []
         return [*args[:3], send_rows, *args[4:]]
@@ -132,6 +134,7 @@ def arguments_of(
 
 def _changed_tensor(fault: Fault, healthy: Op, wanted: Op, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of another size, or of another type."""
+    # gathers and scatters: the sizes of their two tensors depend on each other
     if healthy.name not in _IN_PLACE:
         text = f"{fault}: {healthy.name} has two tensors that must fit"
         raise UnsupportedError(text, fix=f"prism hang DIR fault={fault}")
@@ -189,6 +192,7 @@ def _flip_bit(fault: Fault, tensor: torch.Tensor, place: tuple[int, ...], what: 
 def leave(fault: Fault) -> None | NoReturn:
     """Raise, end or stand still, as a fault of the rank says."""
     kind = fault.kind
+    # a process that stops cannot say so afterwards
     is_endless_stall = kind == "data_stall" and "s" not in fault.params
     if kind in ("gil", "sigstop") or is_endless_stall:
         text = f"prism: this process (pid {os.getpid()}) now hangs for good, as {fault} says: end "
@@ -302,14 +306,17 @@ class Injector:
         for fault in faults:
             self._check_possible(fault)
         for fault in faults:
+            # values of the model: a hook on its output
             if fault.params.get("tensor") in ("loss", "act"):
                 self._of_tensors.append(FaultMatcher(fault))
             elif fault.kind == "slow":
                 self._slow.append(FaultMatcher(fault))
+            # two calls change places: two matchers
             elif fault.kind == "swap":
                 self.finders.append(_Finder(FaultMatcher(fault), FaultMatcher(_partner(fault))))
             elif fault.kind != "env":
                 self.finders.append(_Finder(FaultMatcher(fault), None))
+        # the whole process has the variable, before any call
         for fault in faults:
             if fault.kind == "env":
                 self._set_variables(fault)
@@ -323,13 +330,16 @@ class Injector:
 
     def _check_possible(self, fault: Fault) -> None:
         """Raise UnsupportedError for a fault that this rank cannot have."""
+        # hardware cannot be made to fail: prism hang plants such faults in programs
         if fault.kind in ("gpu_error", "nic"):
             text = f"{fault}: a running rank cannot be made to do that"
             raise UnsupportedError(text, fix=f"prism hang DIR fault={fault}")
         if fault.kind == "gpu_hang" and self.tier != "cuda":
             raise UnsupportedError(f"{fault}: it needs a CUDA device", fix="--prism-tier cuda")
+        # its bytes are those of live tensors, which other tiers do not count
         if _is_of_bytes(fault) and self.live is None:
             raise UnsupportedError(f"{fault}: it is for tier meta", fix="--prism-tier meta")
+        # there are no values to spoil
         if fault.kind in VALUES and self.tier == "meta":
             text = f"{fault}: tier meta has shapes only, and no values"
             raise UnsupportedError(text, fix="--prism-tier cpu")
@@ -344,12 +354,14 @@ class Injector:
         """
         self.steps += 1
         self._since = time.perf_counter()
+        # hooks stay on the model, so that one time is enough
         if model is None or self._watches_model:
             return
         self._watches_model = True
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         for matcher in self._of_tensors:
             watched = chunks
+            # only the last stage has a loss
             if matcher.fault.params["tensor"] == "loss":
                 watched = [chunk for chunk in chunks if _ends_in_loss(chunk)]
             if not watched:
@@ -429,6 +441,7 @@ class Injector:
             self._say(matcher.fault, call, 0)
             if self.dry:
                 continue
+            # the device's work is part of what takes longer
             if self.tier == "cuda":
                 torch.cuda.synchronize()
             took_s = time.perf_counter() - self._since
@@ -485,8 +498,10 @@ class Injector:
         iteration = 1
         if fault.select.iteration is not None:
             iteration = fault.select.iteration
+        # the iteration was not reached
         if self.steps and not 1 <= iteration <= self.steps:
             fix = f"iter= from 1 to {self.steps}"
+        # there were not so many calls that fit
         elif 0 < fitting_calls <= (fault.select.nth or 0):
             fix = f"nth= from 1 to {fitting_calls}"
         half = "only one of the two calls came; " if is_half_swapped else ""

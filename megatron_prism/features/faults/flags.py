@@ -27,6 +27,7 @@ def read_options(parsed: ParsedFlags) -> FaultOptions | None:
     args, world, local_ranks = parsed.args, parsed.world, parsed.local_ranks
     faults = _planned_faults(parsed)
     programs = args.prism_world
+    # with programs to compare with, calls are checked unless --prism-mismatch says otherwise
     policy = args.prism_mismatch or ("off" if programs is None else "strict")
     strict, seed = policy != "off", args.prism_fault_seed or 0
     refuse(
@@ -53,10 +54,12 @@ def read_options(parsed: ParsedFlags) -> FaultOptions | None:
     )
     _check_truth(args, bool(faults))
     for fault in faults:
+        # a fault of a virtual rank is felt only through what it does to its peers
         virtual_ranks = set(fault.ranks(world, seed)) - set(local_ranks)
         if virtual_ranks:
             calls_are_compared = strict and programs is not None
             _check_virtual(fault, min(virtual_ranks), parsed, calls_are_compared)
+    # nothing to compare with: no programs, and no second local rank
     if strict and programs is None and len(local_ranks) < 2:
         raise UsageError(
             "one local rank, and nothing to compare its calls with",
@@ -123,6 +126,7 @@ def _check_virtual(fault: Fault, rank: int, parsed: ParsedFlags, calls_are_compa
         parsed: the job's flags.
         calls_are_compared: whether calls are checked against the programs of the world.
     """
+    # it changes times alone
     if fault.only_time:
         _check_paced(fault, parsed)
     elif fault.kind == "env":
@@ -142,6 +146,7 @@ def _check_paced(fault: Fault, parsed: ParsedFlags) -> None:
     """UsageError: a virtual rank that is late is felt only where virtual ranks take their time."""
     slow_rank = fault.select.rank
     if fault.kind == "slow" and parsed.flag_is_set("prism_pace"):
+        # a paced rank is slow from the first iteration to the last, and in all calls
         if fault.select != CallSelector(slow_rank):
             raise UsageError(
                 f"{fault}: a paced rank is slow in every iteration",

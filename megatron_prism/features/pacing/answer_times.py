@@ -133,6 +133,7 @@ def terms(
     """
     interactions = int(cut.sum())
     window = max(1, min(interactions, _BOUNDS // max(1, interactions)))
+    # local ranks run at their own pace, so that their nodes have no length
     held = np.where(free, 0, durations)
     given = _Given(
         order=dag.order,
@@ -295,6 +296,7 @@ def _gather(  # type: ignore[no-untyped-def]
             continue
         for t in range(first[predecessor], first[predecessor] + length[predecessor]):
             i, w = cause[t], weight[t] + shift[predecessor]
+            # START has no mark, as it is no node
             if i < 0:
                 if start_place < 0:
                     causes[count], weights[count] = i, w
@@ -308,6 +310,7 @@ def _gather(  # type: ignore[no-untyped-def]
                 mark[i] = count
             elif weights[mark[i] - 1] < w:
                 weights[mark[i] - 1] = w
+    # the marks are cleared for the next node
     for t in range(count):
         if causes[t] >= 0:
             mark[causes[t]] = 0

@@ -153,6 +153,7 @@ class Launcher:
         kernel = torch.cuda._compile_kernel(source, "prism_call")
         properties = torch.cuda.get_device_properties(device)
         block_bytes = getattr(properties, "shared_memory_per_block_optin", 49_152)
+        # more shared memory than the device lends is refused
         self._shared = min(_SHARED_BYTES, block_bytes)
         kernel.set_shared_memory_config(self._shared)
         self._prepare(kernel.func)
@@ -172,6 +173,7 @@ class Launcher:
         for address, array in self._arrays.values():
             if array.nbytes:
                 self.driver.write(address, array)
+        # sizes that the kernel reads beside the addresses
         counts = len(columns["own"]), len(self.launches), columns["here"].shape[1], bool(mapped)
         own = {name: address for name, (address, _) in self._arrays.items()}
         own |= {name: mapped[name] for name in SHARED if mapped}
@@ -232,6 +234,7 @@ class Launcher:
             kind,
             scale,
         )
+        # nothing to move: few threads watch the clock
         threads = _THREADS if size or seen else _FEW
         _CONFIG.pack_into(self._config, 0, blocks, 1, 1, threads, 1, 1, self._shared, stream, 0, 0)
         if status := self.driver.launch(self._at, self._function, self._args, None):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def read_options(parsed: ParsedFlags) -> PaceOptions | None:
     """Read the flags of pacing.  UsageError for slow ranks that nobody feels, or a capture."""
     folder, slow = parsed.args.prism_pace, parsed.args.prism_slow or ""
+    # a slow virtual rank that answers at once is not slow
     if folder is None and slow:
         raise UsageError(
             "--prism-slow is felt only while virtual ranks are paced", fix="add --prism-pace DIR"

@@ -228,6 +228,7 @@ class Pace(TrainingListener):
         device = torch.device("cuda", index)
         process, processes, table = self.options.process, self.options.num_processes, self.table
         shared = None
+        # several processes share the ends of interactions in memory of the host
         if processes > 1:
             places = layout(RING, len(table), len(table.of), processes)
             meet(store, processes, "memory")  # whoever fails before leaves no file behind
@@ -314,6 +315,7 @@ class Pace(TrainingListener):
         end: dict[int, int] = {}
         group: dict[int, str] = {}
         for op, call in zip(ops, self.pacer.calls, strict=True):
+            # only calls that were paced have a launch
             if call.launch >= 0 and op in where:
                 span = spans[where[op]]
                 ready, ended = int(span["ready"]), int(span["end"])
@@ -404,6 +406,7 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
         raise UsageError(message, fix=f"capture one rank per stage first: --prism-capture {folder}")
     programs = slices.assemble(folder)
     device = programs.source.get("device")
+    # slices of another GPU have other times
     if device not in (None, source["device"]):  # slices made by hand name none
         message = f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
         fix = "name a folder that does not exist, and what is missing is captured here"
@@ -426,9 +429,11 @@ def calibration(folder: Path, device: str = "") -> Calibration | None:
     """
     file = folder / CALIBRATION
     if not file.exists():
+        # without a calibration calls are modelled
         return None
     measured = read_calibration(file)
     measured_machine, machine = named_in(measured.source), named_in(device)
+    # a GPU that no shipped machine describes: nothing to compare
     if measured_machine is None or machine is None:
         return measured
     # the name of a shipped machine begins with that of its GPU

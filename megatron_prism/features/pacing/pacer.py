@@ -86,6 +86,7 @@ class Batch:
     def add(self, asked: _Asked) -> CompletedWork:
         args, op = asked.args, asked.call.op
         move = None
+        # the kernel itself moves one message of a batch
         if op == "send" and self._move is None:
             self._move = move = self._pacer.move(asked)
         if move is None:
@@ -108,6 +109,7 @@ class Batch:
         streams, launcher = pacer.streams, pacer.launcher
         lane = pacer.lane(id(last.group))
         streams.follow(lane.stream, streams.current(), lane.begin)
+        # answers run in front of the kernel that holds the stream
         if self._answers:
             launcher.arrive(lane.stream, launch, pacer.iteration)
             with streams.on(lane.stream):
@@ -181,10 +183,12 @@ class Pacer(CallListener):
         self.active = False
 
     def _close(self) -> None:
+        # outside of an iteration
         if not self.active:
             return
         if self._shared is not None and self._shared.gone[0] > self.iteration:
             self._stray("another local rank did not do what its program says")
+        # every call of the program was made
         elif self._at == len(self.calls):
             self.tally.paced += 1
         else:
@@ -381,10 +385,12 @@ def summary(
         "iterations_strayed": len(tally.strayed),
         "calls_outside": tally.extra,
     }
+    # a call that waited for a minute
     if stamps["stuck"][0]:
         figures["stuck"] = _name(pacer, int(stamps["stuck"][0]) - 1)
     if pacer.launcher.shared is not None:
         figures["clock"] = pacer.launcher.clock()
+    # no iteration was paced as a whole
     iteration = _last(pacer, stamps)
     if iteration is None:
         return figures

@@ -124,14 +124,17 @@ class Shared:
         if not _FOLDER.is_dir():
             message = "several paced ranks share memory in /dev/shm, and there is none"
             raise UsageError(message, fix="run each rank alone, without torchrun")
+        # the first process makes the file and tells its name
         if process == 0:
             handle, name = _make_file(size)
             store.set("prism/pace/file", f"{name} {table}")
         else:
             name = store.get("prism/pace/file").decode().split()[0]
             handle = os.open(name, os.O_RDWR)
+        # the last one to open the file removes its name, so that it goes with the processes
         if store.add("prism/pace/open", 1) == processes:
             os.unlink(name)
+        # numbers of interactions in the shared memory are those of one table
         if store.get("prism/pace/file").decode().split()[1] != table:
             os.close(handle)
             message = f"local rank {process} has another table of releases than local rank 0"

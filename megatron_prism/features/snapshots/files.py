@@ -89,6 +89,7 @@ def compared(paths: Sequence[str], beside: Callable[[Snapshot], Any]) -> Any:
     from megatron_prism.features.snapshots.snapshot import RankedSnapshots
 
     *earlier, last = [_read(path) for path in paths]
+    # only the last path may be something else
     if not all(earlier):
         raise UsageError("snapshots come first", fix="prism compare SNAPSHOT SLICES")
     # the last path is a snapshot, too, or what each of the others is compared with
@@ -192,6 +193,7 @@ def explain(path: str, top: int) -> Answer:
     differ = difference(smallest_peak.holdings, peak.holdings)[:top]
     rows = [asdict(holding) for holding in peak.holdings[:top]]
     figures = _figures(largest.snapshot, peak)
+    # several processes: each one's figures, and what differs between the smallest and the largest
     value = {"schema": "prism.memory_snapshot/1", **figures, "top": rows}
     if len(processes) > 1:
         ranks: dict[str, object] = {}

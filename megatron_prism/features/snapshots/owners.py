@@ -119,6 +119,7 @@ def _kinds_of_fsdp(blocks: Sequence[tuple[Maker, int]], has_buckets: bool) -> di
         has_buckets: Whether buckets of weights are gathered there: weights have buffers.
     """
     makers = sorted({maker for maker, _ in blocks}, key=lambda maker: maker.line)
+    # no buffers of Megatron-FSDP
     if not makers:
         return {}
     positions: dict[Maker, list[int]] = {maker: [] for maker in makers}
@@ -140,6 +141,7 @@ def _kinds_of_fsdp(blocks: Sequence[tuple[Maker, int]], has_buckets: bool) -> di
 
     kinds: dict[Maker, str] = {}
     for maker in makers:
+        # lines behind the main weights make gradients
         if maker.line > masters.line:
             kinds[maker] = "grad"
         elif maker is masters and has_masters:

@@ -62,6 +62,7 @@ def _growth(growth: SnapshotGrowth) -> str:
     if growth.iterations:
         head += f", iterations {', '.join(map(str, growth.iterations))}"
     lines = [head]
+    # several snapshots: what grows each time is suspected
     if any(len(steps) > 1 for steps in growth.steps):
         lines.append(f"{growth.leaking:,} B are of lines that grow each time")
     largest = zip(growth.grown[:_MAX_LINES], growth.steps, strict=False)
@@ -167,6 +168,7 @@ def render_snapshot(name: str, snapshot: Snapshot) -> str:
     when = f"iteration {snapshot.iterations[peak.index]}, {step}"
     figures = class_data(name, snapshot.program, levels, when, snapshot.iterations)
     data: Data = {"limit": None, "verdict": "", "about": [], "changes": [], "classes": [figures]}
+    # the device's limit is known only from a request that failed
     if snapshot.failed is not None:
         data["limit"] = snapshot.reserved + snapshot.failed.device_free
         data["verdict"] = "Out of memory"

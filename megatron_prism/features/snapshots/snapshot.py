@@ -203,6 +203,7 @@ def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
     Raises:
         UsageError: It is no snapshot, is damaged, or asks for code.
     """
+    # a pickle of plain values: whatever would run code is refused
     with foreign.reading(path, "a memory snapshot", _FIX) as file:
         data = foreign.read_unpacked(file, _MOST, 1000)
         with foreign.bounded_memory(16 * len(data) + (1 << 30)):
@@ -212,6 +213,7 @@ def read(path: str | PathLike[str], device: int | None = None) -> Snapshot:
     rank = _RANK.search(name)
     iteration = _ITERATION.search(name) or _ITERATION.search(folder)
     number = 0
+    # its number is in the name of the file or of its folder, or all iterations are in the history
     if iteration is not None:
         number = int(iteration[1])
     elif snapshot.whole:
@@ -477,14 +479,17 @@ class _History:
         """
         known_addresses: set[int] = set()
         for event in self.events:
+            # it was asked for within the history
             if event.action == "alloc":
                 known_addresses.add(event.addr)
+            # it is freed without a request: it was there before
             elif event.action == "free_requested" and event.addr not in known_addresses:
                 known_addresses.add(event.addr)
                 yield _Block(event.size, "", event.addr)
         for segment in self.segments:
             address = segment.address
             for block in segment.blocks:
+                # it is alive and was never asked for
                 if block.state.startswith("active") and address not in known_addresses:
                     size = block.requested_size or block.size
                     yield _Block(size, "", address, frames=_frames_of(block))
@@ -507,6 +512,7 @@ class _History:
         if phase == self.phase:
             return
         self._mark()
+        # a forward behind something else begins an iteration
         if phase == "forward" and self.phase not in ("forward", "backward"):
             self.iteration += 1
             self.steps = {"forward": 0, "backward": 0}
@@ -529,10 +535,12 @@ class _History:
         self.machine.malloc(number, size, stream_number)
         self.requests.append((number, size, stream_number))
         kind = place.kind
+        # Megatron's buffers: one line makes gradients, another one parameters
         if kind == "buffer":
             kind = "grad" if place.site == self.gradients else "param"
         elif place.maker is not None:
             kind = self._kind_of_maker.get(place.maker, kind)
+        # a data loader's batch is made by several requests in a row
         if place.batch_functions:
             self._batch.add(number, size, place.batch_functions)
         elif self._batch.whole:
@@ -561,11 +569,14 @@ class _History:
         It counts until its program lets go; it is free when other streams are past it.
         """
         life = self.alive.get(event.addr)
+        # it is older than the history
         if life is None:
             return
+        # freed twice: a block that another stream still uses
         if life.number not in self.machine.retired:
             self.machine.retire(life.number)
             self.builder.memory(life.number, -life.size)
+        # other streams are past it
         if event.action == "free_completed":
             self.machine.free(life.number)
             self.requests.append((life.number, -life.asked, 0))
@@ -935,6 +946,7 @@ def _compare_order(
             matched_emulated.update(range(match.b, match.b + match.size))
         order.asked += sum(request.num_bytes for request in real)
         order.aligned += sum(real[place].num_bytes for place in matched_real)
+        # the first step that differs is shown
         if not has_difference and real_sizes != emulated_sizes:
             has_difference = True
             order.only_real = _without(real, matched_real)
@@ -965,6 +977,7 @@ def _requests(
         op_number = min(before, len(program) - 1)
         counts = is_compared[op_number] if is_compared else before > 0
         asked = (sizes or {}).get(storage, size)
+        # small requests, frees, and what is not compared
         if size <= 0 or asked < _LARGE or not counts:
             continue
         op = program[op_number]

@@ -39,6 +39,7 @@ def loaded_masks(programs: Programs) -> LoadedMasks | None:
     if "arguments" not in programs.source:
         return None
     settings = job_settings.of_source(programs.source)
+    # the job computes its masks on the device, or has none
     if settings.get("no_create_attention_mask_in_dataloader", "False") == "True":
         return None
     length = settings.get("seq_length", "")

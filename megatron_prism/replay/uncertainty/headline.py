@@ -154,6 +154,7 @@ def _assumptions(variations: Variations) -> str:
     elif index_of_rank:
         index = statistics.median(index_of_rank.values())
         host = f"the hosts that captured (index {index:.2g})"
+    # hosts took time, but nobody knows how fast they are
     elif variations.knows_host or variations.has_delayed_segments:
         host = "the hosts that captured"
     else:

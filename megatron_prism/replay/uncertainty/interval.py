@@ -306,6 +306,7 @@ def _uncertain_host(variations: Variations) -> Uncertainty | None:
     if not variations.knows_host and not variations.has_delayed_segments:
         return None
     host_range = _measured_host_range(variations)
+    # the model of hosts has an error of its own
     if variations.has_modelled_host:
         host_range = _modelled_host_range(variations, host_range)
     faster = [1 / _apart(1 / factor, host_range.shorter) for factor in host_range.fastest]
@@ -393,6 +394,7 @@ def _unmeasured_overlap(variations: Variations) -> Uncertainty | None:
     prices = variations.prices
     if any("(overlap: " in text for text in prices.sources):
         return None
+    # a CPU has no streams, and without calls nothing runs side by side
     graph = variations.timeline.graph
     if variations.tier not in ("cuda", "meta") or not len(graph.matched_calls):
         return None
