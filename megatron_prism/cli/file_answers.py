@@ -48,9 +48,11 @@ def answer_about_files(
     Returns:
         None where the paths are slices or programs.
     """
-    rows = [row for module in feature.modules("files") for row in module.FILE_ANSWERS]
+    rows: list[FileAnswer] = []
+    for module in feature.modules("files"):
+        rows += module.FILE_ANSWERS
+    # a feature that takes any other file is asked last
     for row in sorted(rows, key=lambda row: row.asked_last):
         if row.command == command and row.recognizes(paths):
-            answer: Answer = row.answer(args, paths, what_ifs)
-            return answer
+            return row.answer(args, paths, what_ifs)
     return None

@@ -52,10 +52,11 @@ def estimate_note(
     """
     from megatron_prism.emulate.jobs import estimate
 
-    kept = estimate.kept(folder)
-    if kept is None or kept.machine != assumes:
+    printed_estimate = estimate.kept(folder)
+    # there was none, or it was of another machine or host than the answer
+    if printed_estimate is None or printed_estimate.machine != assumes:
         return ""
-    return f"{kept.compared(device_bytes, iteration_ns)}\n"
+    return f"{printed_estimate.compared(device_bytes, iteration_ns)}\n"
 
 
 def timeline_note(folder: str, timeline: Timeline) -> str:

@@ -97,21 +97,21 @@ def _dispatch(words: list[str]) -> int:
         print(_version())
         return 0
     _refuse_former_names(words)
-    name, rest = words[0], words[1:]
+    name, command_words = words[0], words[1:]
     if name not in COMMANDS:
         fix = did_you_mean(name, COMMANDS, f"use one of {', '.join(COMMANDS)}")
         raise UsageError(f"there is no command {name}", fix=fix)
     command = COMMANDS[name]
     # the command reads its words itself, a job's own among them
     if command.raw:
-        return command.function(rest)  # type: ignore[return-value]
+        return command.function(command_words)  # type: ignore[return-value]
     # help is asked of the command, not of the job behind it
-    if {"-h", "--help"} & set(_split_at_line(name, rest)[0]):
+    if {"-h", "--help"} & set(_split_at_line(name, command_words)[0]):
         parser(name).print_help()
         return 0
     working = progress(lambda: name) if command.shows_progress else contextlib.nullcontext()
     with unwinding(), visible(), working:
-        args, answer = ask(name, rest)
+        args, answer = ask(name, command_words)
         return answer if isinstance(answer, int) else deliver(args, answer)
 
 
@@ -121,8 +121,8 @@ def _refuse_former_names(words: list[str]) -> None:
         for former in command.formerly:
             if not f"{' '.join(words)} ".startswith(f"{former} "):
                 continue
-            rest = words[len(former.split()) :]
-            fix = " ".join(["prism", name, *map(_as_option, rest)])
+            words_behind = words[len(former.split()) :]
+            fix = " ".join(["prism", name, *map(_as_option, words_behind)])
             raise UsageError(f"prism {former} is now prism {name}", fix=fix)
 
 
@@ -177,23 +177,25 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
         logs of the job.
     """
     command = COMMANDS[name]
-    rest, line = _split_at_line(name, words)
-    job, ours, given = list[str](), list[str](), list[str]()
+    command_words, line = _split_at_line(name, words)
+    # the script and its arguments; flags of ``prism run``: all, and those typed among the words
+    job, job_flags, typed_flags = list[str](), list[str](), list[str]()
     obstacles, captures = None, False
     if line:
         from megatron_prism.emulate.command_line import options
         from megatron_prism.emulate.command_line.job_line import job_of
         from megatron_prism.emulate.preflight.obstacles import Obstacles
 
-        rest = _with_long_flags(name, rest)
-        flags, rest = options.split(rest)
-        given = [word for _, flag_words in flags for word in flag_words]
-        captures = command.captures(rest)
+        command_words = _with_long_flags(name, command_words)
+        flags, command_words = options.split(command_words)
+        for _, flag_words in flags:
+            typed_flags += flag_words
+        captures = command.captures(command_words)
         # all that stops the job is said at once
         if captures or command.checks_job:
             obstacles = Obstacles()
-        launched, job = job_of(line, given, obstacles)
-        ours = [*given, *launched]
+        launched, job = job_of(line, typed_flags, obstacles)
+        job_flags = [*typed_flags, *launched]
         # without a script there is nothing to capture: what is wrong with the line is said
         if obstacles is not None and not job and not command.checks_job:
             obstacles.raise_all()
@@ -203,8 +205,8 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
             raise UsageError(f"no script stands in {shlex.join(line)}", fix=fix)
     if job and captures:
         place = command.programs
-        # what is wrong there is said first
-        read = _parse(name, [*rest[:place], "SLICES", *rest[place:]])
+        # wrong words of the command are said before the capture, in which SLICES stands for the job
+        read = _parse(name, [*command_words[:place], "SLICES", *command_words[place:]])
         # a what-if has a value, so a word without one is a misspelled launcher
         for word in getattr(read, "settings", ()):
             if "=" not in word:
@@ -212,11 +214,11 @@ def read_words(name: str, words: list[str]) -> argparse.Namespace:
         estimator = None
         if hasattr(read, "machine"):
             estimator = estimator_of(read.machine)
-        folder = capture_line(job, ours, [*given, *line], obstacles, estimator)
-        rest = [*rest[:place], str(folder), *rest[place:]]
+        folder = capture_line(job, job_flags, [*typed_flags, *line], obstacles, estimator)
+        command_words = [*command_words[:place], str(folder), *command_words[place:]]
         job = []
-    args = _parse(name, rest)
-    args.job, args.ours, args.line, args.given = job, ours, line, given
+    args = _parse(name, command_words)
+    args.job, args.ours, args.line, args.given = job, job_flags, line, typed_flags
     args.obstacles = obstacles
     return args
 
@@ -247,7 +249,9 @@ def parser(name: str) -> CommandParser:
 def _parse(name: str, words: list[str]) -> argparse.Namespace:
     """Read the words of command ``name``; options and key=value words may come in any order."""
     reader = parser(name)
-    options = [flag for action in reader._actions for flag in action.option_strings]
+    options: list[str] = []
+    for action in reader._actions:
+        options += action.option_strings
     # an option without its dashes
     for word in words:
         as_option = _as_option(word)

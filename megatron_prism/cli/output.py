@@ -112,7 +112,11 @@ def console(stderr: bool = False) -> Console:
     class Plain(Console):
         def print(self, *objects: Any, **more: Any) -> None:
             printed()
-            super().print(*(shown(x) if isinstance(x, str) else x for x in objects), **more)
+            visible_objects = list(objects)
+            for place, value in enumerate(objects):
+                if isinstance(value, str):
+                    visible_objects[place] = shown(value)
+            super().print(*visible_objects, **more)
 
     stream = sys.stderr if stderr else sys.stdout
     # past the stream that shows control characters: rich needs them
@@ -212,7 +216,10 @@ def write_data(args: argparse.Namespace, value: object, rows: Iterable[Row] | No
     if args.csv is not None and rows is not None:
         flat = [dict(_flat(row)) for row in rows]
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)))
+        columns: dict[str, None] = {}  # in the order in which rows name them
+        for row in flat:
+            columns |= dict.fromkeys(row)
+        writer = csv.DictWriter(text, list(columns))
         writer.writeheader()
         writer.writerows(flat)
         write_outputs(args.force, (args.csv, text.getvalue))
@@ -244,11 +251,11 @@ def steps() -> Iterator[Callable[[str, float], None]]:
         # the last line alone, which the reporter reads now and then
         now = deque([""], 1)
         with progress(lambda: now[0]):
-            yield lambda what, part: now.append(f"{what}: {format_share(part, 0)}")
+            yield lambda step, part: now.append(f"{step}: {format_share(part, 0)}")
         return
     with Progress(console=talk, transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda what, part: bar.update(task, description=what, total=1.0, completed=part)
+        yield lambda step, part: bar.update(task, description=step, total=1.0, completed=part)
 
 
 def check_outputs(asked: Sequence[Path | None], force: bool, inputs: Sequence[str] = ()) -> None:

@@ -135,13 +135,13 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
     return schedule.with_microbatches(programs, wanted)
 
 
-def _pair(what: str, example: str) -> arguments.Reader:
-    """Reads ``what:factor``; a range of ranks may have a step, which is not the factor."""
+def _pair(subject: str, example: str) -> arguments.Reader:
+    """Reads ``subject:factor``; a range of ranks may have a step, which is not the factor."""
 
     def reader(text: str) -> tuple[str, str]:
         head, _, factor = text.rpartition(":")
         if not head:
-            raise UnitError(f"it needs {what} and a factor", fix=example)
+            raise UnitError(f"it needs {subject} and a factor", fix=example)
         return head, factor
 
     return reader

@@ -43,16 +43,18 @@ def compare(args: argparse.Namespace) -> Answer:
     """
     paths, words = list[str](), list[list[str]]()
     for word in args.paths:
-        path, own = what_ifs.split(word)
+        path, own_words = what_ifs.split(word)
         if not path and len(paths) == 1 and not words[0]:
             path = paths[0]  # the same job without and with them
         if path or not paths:
             paths.append(path)
-            words.append(own)
+            words.append(own_words)
+        # further what-ifs of the job before
         else:
-            words[-1] += own
+            words[-1] += own_words
     if len(paths) < 2 or "" in paths:
         raise UsageError("compare what with what?", fix="prism compare A B")
+    # files of other kinds: a feature compares them
     answer = answer_about_files("compare", args, paths, words)
     if answer is not None:
         if args.price is not None:
@@ -76,26 +78,29 @@ def _jobs(args: argparse.Namespace, paths: list[str], words: list[list[str]]) ->
     b = what_ifs.open_side(paths[1], words[1], machine, calibration)
     names = " ".join([paths[0], *words[0]]), " ".join([paths[1], *words[1]])
     prices = args.price
-    found = compare_jobs(a, b, names=names, machine=machine, calibration=calibration, prices=prices)
+    comparison = compare_jobs(
+        a, b, names=names, machine=machine, calibration=calibration, prices=prices
+    )
 
     def page() -> None:
-        print(found.to_text(), end="")
+        print(comparison.to_text(), end="")
         programs = b.graph.programs if isinstance(b, PricedGraph) else b
         if isinstance(programs, Programs):
             print(what_ifs.machine_note(programs, machine), end="")
 
     return Answer(
-        found.to_json,
+        comparison.to_json,
         page,
-        found.to_rows,
+        comparison.to_rows,
         next=f"prism fit {paths[-1]}",
-        status=int(args.exit_code and not found.same),
-        html=found.to_html,
+        status=int(args.exit_code and not comparison.same),
+        html=comparison.to_html,
     )
 
 
 def _prices(text: str) -> tuple[float, float]:
     """Read the price of a GPU of A and of B; one number is that of both."""
+    # A and B may be of different GPUs
     read = arguments.number("--price 2.5, --price 2.5,4")
     prices = [read(word) for word in text.split(",")]
     if len(prices) > 2 or min(prices) <= 0:

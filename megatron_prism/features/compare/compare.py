@@ -262,7 +262,9 @@ def _jobs(
     if untimed and prices is not None:
         raise _no_cost()
     # memory, sizes and ops are those of the what-ifs too
-    as_asked = [job.graph.programs if isinstance(job, PricedGraph) else job for job in jobs]
+    as_asked: list[Programs | MemoryReport] = []
+    for job in jobs:
+        as_asked.append(job.graph.programs if isinstance(job, PricedGraph) else job)
     memory = _memory(as_asked)
     compared = as_asked if untimed else [graph.graph.programs for graph in graphs]
     kinds: list[Part] = []
@@ -384,8 +386,8 @@ def _speeds(
 def _parts(a: Mapping[str, float], b: Mapping[str, float]) -> list[Part]:
     """Return parts that one of both has, the largest difference first."""
     parts: list[Part] = []
-    for what in {**a, **b}:
-        part = Part(what, a.get(what, 0), b.get(what, 0))
+    for name in {**a, **b}:
+        part = Part(name, a.get(name, 0), b.get(name, 0))
         if part.a or part.b:
             parts.append(part)
     return sorted(parts, key=lambda part: (-abs(part.b - part.a), part.what))
@@ -398,6 +400,7 @@ def _memory(jobs: Sequence[Programs | MemoryReport]) -> tuple[MemoryReport, Memo
         if isinstance(job, MemoryReport):
             reports.append(job)
             continue
+        # a program by hand, or of a run whose memory was not recorded
         if not all(len(program.allocations) for program in job.programs):
             return None
         try:
@@ -434,6 +437,7 @@ def _settings(jobs: Sequence[Programs | MemoryReport]) -> list[Setting]:
     a, b = (_texts(job, are_programs) for job in jobs)
     settings: list[Setting] = []
     for name in {**a, **b}:
+        # a report of memory says options of the allocator, which slices do not have
         if a.get(name) != b.get(name) and name != "alloc_conf":
             settings.append(Setting(name, a.get(name), b.get(name)))
     return settings
@@ -486,12 +490,13 @@ def _first_differences(jobs: Sequence[object]) -> tuple[FirstDifference, ...] | 
     a, b = jobs
     if not isinstance(a, Programs) or not isinstance(b, Programs) or a.world != b.world:
         return None
-    found: list[FirstDifference] = []
+    first_differences: list[FirstDifference] = []
     for program in a.programs:
         rank = program.rank
+        # the rank's stage was not captured in B
         if b.program_of[rank] < 0:
             continue
         first = difference(rank, rows_of(a.of(rank)), rows_of(b.of(rank)))
         if first is not None:
-            found.append(first)
-    return tuple(found)
+            first_differences.append(first)
+    return tuple(first_differences)

@@ -45,6 +45,7 @@ def render_html(comparison: Comparison) -> str:
     assert comparison.timelines is not None
     a, b = comparison.timelines
     tables: list[tuple[str, Sequence[str], Sequence[object]]] = []
+    # beside the timelines: memory by part, and settings
     if comparison.memory is not None:
         head, *rows = _memory_rows(comparison)
         tables.append((head[0], ("", *head[1:]), rows))
@@ -88,13 +89,14 @@ def _times(comparison: Comparison) -> Iterator[str]:
     a, b = comparison.iterations
     rows.append(["= iteration", format_ns(a), format_ns(b), _signed(b - a)])
     for speed in comparison.speeds:
-        more = format_change(speed.b / speed.a - 1) if speed.a else ""
-        rows.append([speed.what, f"{speed.a:,.0f}", f"{speed.b:,.0f}", more])
+        change = format_change(speed.b / speed.a - 1) if speed.a else ""
+        rows.append([speed.what, f"{speed.a:,.0f}", f"{speed.b:,.0f}", change])
     cost = comparison.cost
     if cost is not None:
-        more = format_change(cost.b / cost.a - 1)
-        rows.append(["cost of 10^9 tokens", f"{cost.a:,.2f}", f"{cost.b:,.2f}", more])
+        change = format_change(cost.b / cost.a - 1)
+        rows.append(["cost of 10^9 tokens", f"{cost.a:,.2f}", f"{cost.b:,.2f}", change])
     yield from columns(rows)
+    # on other hosts the iteration takes another time
     for letter, first in zip("AB", comparison.headlines, strict=False):
         if first.host_decides:
             yield from folded(f"{letter} takes {first.text}", 2)
@@ -113,6 +115,7 @@ def _certainty(comparison: Comparison) -> list[str]:
         return [comparison.untimed]
     letter, chance = _likelier(difference.first_faster)
     answer = f"{letter} is faster with {format_share(chance)}"
+    # iterations of unequal work, or of work that nobody knows
     if comparison.batches_differ is not False:
         answer = f"{letter}'s iteration is shorter with {format_share(chance)}"
     if difference.low_ns == difference.high_ns == 0:
@@ -123,6 +126,7 @@ def _certainty(comparison: Comparison) -> list[str]:
     if comparison.batches_differ is None:
         text = "one of them does not say how many tokens an iteration has, so nobody knows which "
         lines.append(text + "trains faster")
+    # what decides instead: the job's rate with other batches, a GPU's with other numbers of GPUs
     for speed in comparison.speeds:
         decides = comparison.gpus_differ if speed.of_a_gpu else comparison.batches_differ
         if decides:
@@ -198,6 +202,7 @@ def _ops(comparison: Comparison) -> Iterator[str]:
         yield from folded(f"  {with_short_names(str(change))}", 4)
     if len(comparison.scale) > _MAX_SCALE_CHANGES:
         yield f"  and {len(comparison.scale) - _MAX_SCALE_CHANGES} more: --json has all"
+    # worlds of other sizes have no ops to compare
     if comparison.first is None:
         return
     if not comparison.first:

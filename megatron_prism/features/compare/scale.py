@@ -92,7 +92,12 @@ class _Calls:
 
 def _sizes(counts: tuple[tuple[int, int], ...]) -> str:
     """Say how many calls there are of each size; of many sizes a few, and all others together."""
-    words = [f"{count:,} x {size:,}" if count > 1 else f"{size:,}" for size, count in counts]
+    words: list[str] = []
+    for size, count in counts:
+        text = f"{size:,}"
+        if count > 1:
+            text = f"{count:,} x {text}"
+        words.append(text)
     if len(words) > _MAX_SIZES:
         total = sum(size * count for size, count in counts)
         calls = sum(count for _, count in counts)
@@ -153,7 +158,7 @@ def _calls(priced: PricedGraph, stage: int) -> dict[_Line, _Calls]:
     first_rank = graph.programs.world.rank_at(pp=stage)
     index = int(graph.classes.of[first_rank])
     program = graph.program_list[index]
-    ways = _Ways(priced)
+    nccl = _Ways(priced)
     calls_of_line: dict[_Line, _Calls] = defaultdict(_Calls)
     for entry in np.flatnonzero(matched_calls.classes == index).tolist():
         op = program[int(matched_calls.ops[entry])]
@@ -161,7 +166,7 @@ def _calls(priced: PricedGraph, stage: int) -> dict[_Line, _Calls]:
         calls.types.add(op.dtype)
         _count_elements(calls, op)
         kind = call_kinds.kinds[int(call_kinds.of[entry])]
-        calls.ways.add(ways.of(op.name, kind, int(call_kinds.num_bytes[entry])))
+        calls.ways.add(nccl.of(op.name, kind, int(call_kinds.num_bytes[entry])))
     return calls_of_line
 
 
@@ -195,12 +200,14 @@ class _Ways:
 
     def _choose(self, name: str, kind: CallKind, num_bytes: int) -> str:
         shape = shape_of(kind, self._machine)
+        # a group of one rank moves nothing
         if shape.size == 1:
             return "alone"
+        # a kernel that moves tokens itself, without NCCL
         if name in EXPERT_CALLS:
             return "HybridEP"
-        way, _ = fastest(name, shape, num_bytes, self._machine, self._settings)
-        return way
+        algorithm, _ = fastest(name, shape, num_bytes, self._machine, self._settings)
+        return algorithm
 
 
 def _changes_of_stage(
@@ -208,16 +215,17 @@ def _changes_of_stage(
 ) -> Iterable[ScaleChange]:
     """Yield lines of code that one stage has alone, or whose calls differ."""
     for line in {**a, **b}:
-        what = f"{line.call} of {line.group}"
+        place = f"{line.call} of {line.group}"
         if line.site:
-            what += f" at {line.site}"
+            place += f" at {line.site}"
+        # one of the two does not run the line
         if line not in a or line not in b:
-            yield ScaleChange("code", what, _sizes_of_line(a, line), _sizes_of_line(b, line))
+            yield ScaleChange("code", place, _sizes_of_line(a, line), _sizes_of_line(b, line))
             continue
         words_of_b = b[line].words()
         for kind, words in a[line].words().items():
             if words != words_of_b[kind]:
-                yield ScaleChange(kind, what, words, words_of_b[kind])
+                yield ScaleChange(kind, place, words, words_of_b[kind])
 
 
 def _sizes_of_line(calls_of_line: Mapping[_Line, _Calls], line: _Line) -> str:

@@ -34,9 +34,11 @@ def add_real(report: MemoryReport, world: World, rank: int | None, num_bytes: in
     """
     if rank is None and len(report.classes) > 1:
         raise UsageError("the snapshot's name says no rank", fix="name it rank0.pickle, or so")
-    for one in report.classes.values():
-        if rank is None or rank in world.select(one["ranks"]):
-            one["real"] = max(one.get("real", 0), num_bytes)
+    for figures in report.classes.values():
+        # without a rank there is one class, whose rank it is
+        if rank is None or rank in world.select(figures["ranks"]):
+            # of several snapshots the one that needs most
+            figures["real"] = max(figures.get("real", 0), num_bytes)
             return
     raise UsageError(f"no slice stands for rank {rank}", fix="a snapshot of this very job")
 
@@ -57,12 +59,11 @@ def load(path: str | os.PathLike[str]) -> MemoryReport:
     fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
     absent = f"prism memory record PROGRAMS -o {path}"
     with foreign.reading(path, "a baseline of memory", fix, absent=absent):
-        found = foreign.read_json(path, _Stored)
-        for name, one in found.classes.items():
-            _check(name, one)
-    return MemoryReport(
-        found.job, found.classes, found.provenance.get("peak_device", UNKNOWN_DEVICE)
-    )
+        stored = foreign.read_json(path, _Stored)
+        for name, figures in stored.classes.items():
+            _check(name, figures)
+    device_provenance = stored.provenance.get("peak_device", UNKNOWN_DEVICE)
+    return MemoryReport(stored.job, stored.classes, device_provenance)
 
 
 class _Stored(msgspec.Struct):
@@ -72,14 +73,15 @@ class _Stored(msgspec.Struct):
     provenance: dict[str, str] = {}
 
 
-def _check(name: str, one: ClassMemoryFigures) -> None:
+def _check(name: str, figures: ClassMemoryFigures) -> None:
     """ValueError unless the figures add up."""
-    kinds, whole = one["by_category"], one["peak_allocated"]
+    bytes_of_kind, peak_bytes = figures["by_category"], figures["peak_allocated"]
     # an earlier release knew fewer categories: what it wrote adds up without the others
-    unknown = sorted(set(kinds) - set(KINDS))
+    unknown = sorted(set(bytes_of_kind) - set(KINDS))
     if unknown:
         text = f"classes {name!r}: its categories {', '.join(unknown)} are none of"
         raise ValueError(f"{text} {', '.join(KINDS)}")
-    parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
-    if sum(kinds.values()) != whole or parts != whole:
-        raise ValueError(f"classes {name!r}: its parts do not add up to {whole}")
+    # the peak is divided twice: by category, and by the lines that hold most
+    bytes_of_lines = sum(entry["num_bytes"] for entry in figures["top"]) + figures["smaller"]
+    if sum(bytes_of_kind.values()) != peak_bytes or bytes_of_lines != peak_bytes:
+        raise ValueError(f"classes {name!r}: its parts do not add up to {peak_bytes}")

@@ -45,6 +45,7 @@ def describe(change: Change) -> str:
     bytes_after = change.after or 0
     before, after = exact(bytes_before), exact(bytes_after)
     grown = bytes_after - bytes_before
+    # a class without its counterpart, and a limit, are said in one line
     match change.what:
         case "appeared":
             return f"{head}: {after}, and the baseline has no such class"
@@ -57,6 +58,7 @@ def describe(change: Change) -> str:
             lines = [f"{head} {change.after:,} B an iteration"]
         case _:
             lines = [f"{head} {grown:+,} B: {before} -> {after}"]
+    # a real run was recorded beside the baseline, so that the emulation's error is known
     if change.real is not None and change.before is not None:
         off = change.before - change.real
         lines.append(
@@ -103,6 +105,7 @@ def memory(args: argparse.Namespace) -> Answer:
         )
     if args.action == "record":
         return _record(args)
+    # check and update write the baseline that they read, or none
     for flag, value in (("-o", args.out), ("--real", args.real)):
         if value:
             message = f"{flag} has no effect on memory {args.action}"
@@ -219,6 +222,7 @@ def _print_changes(baseline_file: str, changes: list[Change], failures: int) -> 
     if failures:
         print(counted(failures, "failure"))
         return
+    # the next growth up to the old peak would pass
     if any(change.what == "shrunk" for change in changes):
         print(f"smaller than {baseline_file}: prism memory update keeps it that way")
     print("no class grew")

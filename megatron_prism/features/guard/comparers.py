@@ -17,6 +17,7 @@ def is_baseline(path: str) -> bool:
     place = Path(path)
     if place.suffix != ".json" or not place.is_file():
         return False
+    # a baseline may be large: its keys are sorted, so that the schema stands near its end
     with place.open("rb") as file:
         head = file.read(_LOOKED_AT_BYTES)
         file.seek(max(0, place.stat().st_size - _LOOKED_AT_BYTES))

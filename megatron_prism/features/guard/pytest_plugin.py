@@ -57,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def prism_memory(request: pytest.FixtureRequest, record_property: Record) -> Iterator[MemoryGuard]:
     """Peaks of a job against the baseline of this test."""
-    given: dict[str, object] = {}
+    marked: dict[str, object] = {}
+    # the marker nearest to the test comes last, and wins
     for mark in reversed(list(request.node.iter_markers("prism_memory"))):
         unknown = set(mark.kwargs) - set(_KEYS)
         if mark.args or unknown:
@@ -65,13 +66,13 @@ def prism_memory(request: pytest.FixtureRequest, record_property: Record) -> Ite
                 f"the marker prism_memory takes {', '.join(_KEYS)}, not {mark.args or unknown}",
                 pytrace=False,
             )
-        given |= mark.kwargs
+        marked |= mark.kwargs
     place = request.path.parent / "prism_memory" / _baseline_name(request)
     update = request.config.getoption("--prism-mem-update")
-    guard = MemoryGuard(given, place, update, record_property, request.config.rootpath)
+    guard = MemoryGuard(marked, place, update, record_property, request.config.rootpath)
     yield guard
     # a marker alone looks as if it guarded
-    if "job" in given and not guard.checked:
+    if "job" in marked and not guard.checked:
         text = f"{request.node.nodeid} compared nothing: it has to call prism_memory.check()"
         request.node.warn(pytest.PytestWarning(text))
 
@@ -93,10 +94,10 @@ class MemoryGuard:
     """The fixture's value; ``check`` may be called once per baseline."""
 
     def __init__(
-        self, given: Mapping[str, Any], place: Path, update: bool, record: Record, root: Path
+        self, marked: Mapping[str, Any], place: Path, update: bool, record: Record, root: Path
     ) -> None:
-        self.given, self.place, self.update, self.record = given, place, update, record
-        self.root = root
+        self.marked, self.place, self.update = marked, place, update
+        self.record, self.root = record, root
         self.checked = False
 
     def check(self, job: object = None, **more: object) -> None:
@@ -110,8 +111,11 @@ class MemoryGuard:
         from megatron_prism.core.errors import PrismError
 
         self.checked = True
+        settings = {**self.marked, **more}
+        if job is not None:
+            settings["job"] = job
         try:
-            problem = self._problem({**self.given, **more, **({} if job is None else {"job": job})})
+            problem = self._problem(settings)
         except PrismError as error:
             problem = str(error)
         if problem:
@@ -134,6 +138,7 @@ class MemoryGuard:
         limit = limit_of(wanted.get("limit"), headroom)
         device = wanted.get("device") or "h200"
         fresh = self.update or not path.exists()
+        # in CI nobody would keep the file that is written
         if fresh and not self.update and os.environ.get("CI", "").lower() in ("1", "true"):
             return f"{path} is missing; write it: {_UPDATE}"
         before = None
@@ -142,11 +147,13 @@ class MemoryGuard:
                 before = baseline.load(path)
         programs = _programs(wanted["job"], wanted.get("settings", ()))
         after = job_peaks.peak_memory(programs, device=None if device == "none" else device)
-        for name, one in after.classes.items():
-            self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
+        for name, figures in after.classes.items():
+            self.record(f"prism_memory[{name}].peak_allocated", figures["peak_allocated"])
+        # without a baseline the peaks are held against themselves: limits and leaks are still found
         with _fixed_by_pytest():
             changes = peak_changes.compare(before or after, after, tol_bytes=tol, limit=limit)
         failed = [change for change in changes if change.fails]
+        # a job that exceeds its limit or leaks is no baseline
         if fresh and not failed:
             baseline.save(after, path, force=True)
         return "\n".join(map(describe, failed))
@@ -173,14 +180,19 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
         return job
     if not isinstance(job, (str, os.PathLike)):
         raise UsageError(f"job={job!r} is no path", fix="job=RECIPE, or the path of programs")
-    there = os.path.exists(job)  # a launch line may be longer than any name of a file
-    if there and Path(job).suffix not in (".yaml", ".yml"):
+    exists = os.path.exists(job)  # a launch line may be longer than any name of a file
+    # captured programs, which no setting changes
+    if exists and Path(job).suffix not in (".yaml", ".yml"):
         if settings:
             message = f"settings={settings!r} changes no captured programs"
             raise UsageError(message, fix="job=RECIPE")
         return open_programs(job)
     words = (settings,) if isinstance(settings, str) else tuple(settings)
-    return _captured(str(job), words, Path(job).stat().st_mtime_ns if there else 0)
+    # a recipe that was edited in between is another one
+    changed_ns = 0
+    if exists:
+        changed_ns = Path(job).stat().st_mtime_ns
+    return _captured(str(job), words, changed_ns)
 
 
 @functools.lru_cache(maxsize=4)
@@ -194,8 +206,11 @@ def _captured(job: str, settings: tuple[str, ...], stamp: int) -> Programs:
 
     with tempfile.TemporaryDirectory() as folder:
         slices = Path(folder) / "slices"
-        if len(line := shlex.split(job)) == 1:
+        line = shlex.split(job)
+        # one word is a recipe, several are a launch line
+        if len(line) == 1:
             return recipe_job.capture(recipe.load(job, settings), slices)
-        ours, words = job_of(line, [])
-        script_job.capture_command_line(words[0], [*ours, *words[1:]], slices, console(True))
+        job_flags, (script, *script_arguments) = job_of(line, [])
+        words = [*job_flags, *script_arguments]
+        script_job.capture_command_line(script, words, slices, console(stderr=True))
         return open_programs(slices)
