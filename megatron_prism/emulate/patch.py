@@ -115,6 +115,7 @@ class Patches(list[Patch]):
         module, _, first = place.partition(":")
         fields: dict[str, Any] = {**self.about, **about}
         at = fields.pop("at")
+        # a line alone is of the patched module
         if at.startswith(":"):
             at = f"{module.removeprefix('megatron.').replace('.', '/')}.py{at}"
 
@@ -246,6 +247,7 @@ class PatchContext:
             owner, name = self._place(module, path)
             original = getattr(owner, name, None) if owner is not None else None
             changed_by: frozenset[str] = getattr(original, "__prism__", frozenset())
+            # it is not in this release, or this patch has changed it under another name
             if original is None or patch.name in changed_by:
                 continue
             replacement = _calling(call, original)
@@ -325,6 +327,7 @@ def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> li
             depth = 2
         package = ".".join(patch.module.split(".")[:depth])
         path, why = None, ""
+        # no part of this release, or of this environment
         if not within(release, patch.releases):
             why = f"of releases {patch.releases}"
         elif (path := locate(patch.module, roots)) is None and locate(package, roots) is None:
@@ -354,6 +357,7 @@ def apply(patches: Sequence[Patch], context: PatchContext) -> None:
     release = parse_release(megatron_release())
     missing = [status for status in statuses(patches) if status.state == MISSING]
     for status in missing:
+        # files would be written, or the job would be wrong
         if status.fatal:
             raise _missing(status.patch, status.target, status.why)
         warnings.warn(f"patch {status.patch.name}: {status.why}; it does without", stacklevel=2)

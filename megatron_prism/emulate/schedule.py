@@ -74,10 +74,12 @@ def schedules(
         UsageError: Megatron refuses the settings, in its words.
     """
     vpp = None if vpp == 1 else vpp  # Megatron's arguments take one chunk for not interleaved
+    # Megatron overlaps the forward of one chunk with the backward of another
     if ep_overlap and pp > 1 and vpp is None:
         raise UsageError("ep_overlap on a pipeline needs chunks", fix="vpp=2 or more")
     interleaved = vpp is not None
     overlaps = interleaved if overlap_p2p is None else overlap_p2p
+    # two messages in one batch between two ranks: which is which depends on their order
     if interleaved and pp == 2 and not overlaps:
         raise UsageError("two sends between the same ranks in one batch", fix="overlap_p2p=True")
     try:

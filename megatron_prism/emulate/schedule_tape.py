@@ -500,6 +500,7 @@ class _Plan(plans.TransformerModelChunkSchedulePlan):
     def __init__(self, tape: Tape, cuda: _Cuda, chunk: Any) -> None:
         self.tape, self.config = tape, chunk.config
         self.vp_stage = chunk.vp_stage
+        # -1: a model of one chunk
         number = -1 if chunk.vp_stage is None else chunk.vp_stage
         self.forward: Label = ("forward", chunk.microbatch, number)
         self.backward: Label = ("backward", chunk.microbatch, number)

@@ -105,6 +105,7 @@ class Track:
         self.threads: dict[int, str] = {}
         self.thread_of = self._spread()
         self.host_thread = len(timeline.lanes) * _PLACES
+        # without the host's times it has no track
         if len(self.hosts):
             self.threads[self.host_thread] = "host"
 
@@ -163,6 +164,7 @@ class Track:
         rows = zip(self.spans.tolist(), self.thread_of.tolist(), sources, strict=True)
         for (op, _, ready, start, end), thread, source in rows:
             yield self._span(op, thread, ready, end, source)
+            # the rank was ready before the call began: it waited
             if start > ready:
                 yield span(self.process, thread, ready, start, "waiting", "waiting")
         for op, start, end in self.hosts.tolist():

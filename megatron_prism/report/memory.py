@@ -212,6 +212,7 @@ def _steps(program: Program, iterations: Sequence[int]) -> list[tuple[int, str, 
     """Return (first event, label, words) of every step."""
     ends = peaks.ends_of_steps(program)
     first_ops = np.empty(0, int)
+    # an op behind the end of a step begins the next one
     if len(ends):
         first_ops = np.unique([0, *(ends[:-1] + 1).tolist()])
     first_events = np.searchsorted(program.allocations["before"], first_ops, side="left")
@@ -224,6 +225,7 @@ def _steps(program: Program, iterations: Sequence[int]) -> list[tuple[int, str, 
         text = words.step(op.phase, op.microbatch, op.chunk)
         if iterations:
             text = f"iteration {iterations[first_op]}, {text}"
+        # ops outside of a step are drawn, but named nowhere
         if op.phase:
             step_of_event[event] = (event, op.label, text)
     return list(step_of_event.values())

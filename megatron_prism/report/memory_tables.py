@@ -111,6 +111,7 @@ def _drawn(name: str, drawn: DrawnFigures) -> Iterator[str]:
     levels = f"p50 {median}, p95 {high}, at most {format_bytes(drawn['most'])}"
     text = f"{name}: routing {law}, {drawn['draws']:,} iterations: allocated {levels}"
     yield from folded(text, 2)
+    # chances are known where a limit was given
     if drawn["over"] is not None and drawn["group"] is not None:
         ranks, groups = 100 * drawn["over"], 100 * drawn["group"]
         text = f"  over the limit in an iteration: {ranks:.1f} % of the ranks, {groups:.1f} % of "

@@ -338,6 +338,7 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
     host_ns = 0
     for part in path:
         path_ns[part.source] += part.ns
+        # delays by the host are parts of the path
         if part.what.startswith(HOST_PART):
             host_ns += part.ns
     calls, busy_ns = calls_of(timeline)

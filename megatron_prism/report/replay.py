@@ -365,6 +365,7 @@ def _critical_path(metrics: Metrics) -> str:
         name = f"{part.phase} {part.what} {short_name(part.group)}".rstrip()
         share = format_share(part.ns / total_ns)
         rows.append([name, share, f"{part.count:,}", format_ns(part.ns)])
+    # what is not shown by itself adds up to the rest of the path
     other_ns = sum(part.ns for part in parts[_MAX_PARTS:])
     if other_ns:
         rows.append(["other", format_share(other_ns / total_ns), "", format_ns(other_ns)])

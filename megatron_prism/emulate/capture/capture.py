@@ -583,6 +583,7 @@ class StockCapture(TrainingListener):
         """What was recorded, with the kernels' own times if it was traced."""
         recording, tracer = self._recorder.stop(), self._tracer
         self._tracer = None
+        # nothing was traced, or the profiler gave nothing
         if tracer is None or (trace := tracer.stop()) is None:
             return recording
         self._own_ns = self._recorder.own_ns()
@@ -608,6 +609,7 @@ class StockCapture(TrainingListener):
         self._monitor.listen(
             *(listener for listener in self._monitor.listeners if listener is not recorder)
         )
+        # requests from here on belong to no iteration
         if self.tier.live is not None:
             self.tier.live.end_history()
         if (world := current()) is not None:
@@ -674,6 +676,7 @@ class StockCapture(TrainingListener):
 
     def _note_facts_of_rank(self) -> None:
         """Note in the source what is this rank's alone: its GPU, its host, its parts."""
+        # the clock of a real GPU, which says how comparable times are
         if self._sampler is not None:
             self._sampler.stop()
             # iterations that were neither traced nor clocked ran at the job's own pace
@@ -690,6 +693,7 @@ class StockCapture(TrainingListener):
             self.store.source[HOST_MEMORY] = f"{self.rank}={host_bytes}"
         if self.tier.live is not None and self.tier.live.parts:
             peaks_of_parts = part_peaks.as_text(part_blocks.block_peaks(self.tier.live))
+            # tier meta: what each part of the process's life holds at most
             self.store.source[MEMORY_PARTS] = f"{self.rank}={peaks_of_parts}"
         if self._monitor.saved_bytes is not None:
             self.store.source[SAVED_BYTES] = f"{self.rank}={self._monitor.saved_bytes.as_text()}"

@@ -114,6 +114,7 @@ def _counted_as_all(few: Program, complete: Program) -> Program:
     place_of_text = {text: place for place, text in enumerate(complete.strings)}
     rows = []
     for desc, num_calls in earlier.items():
+        # a group that no longer occurs counts nothing
         if desc in place_of_text:
             added_calls = _of_nccl(complete, desc) - _of_nccl(few, desc)
             rows.append((place_of_text[desc], num_calls + num_iterations * added_calls))

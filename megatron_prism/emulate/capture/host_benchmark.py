@@ -82,6 +82,7 @@ def _where() -> str:
 
 
 def _dispatch() -> Callable[[], int]:
+    # small tensors: all time is the host's
     a, b, weight = torch.zeros(4, 8), torch.ones(4, 8), torch.ones(8, 8)
 
     def run() -> int:
@@ -110,6 +111,7 @@ class _Scale(torch.autograd.Function):
 
 
 def _autograd() -> Callable[[], int]:
+    # a small model with a function of its own, as layers of Megatron have
     layers = torch.nn.ModuleList(
         torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)) for _ in range(6)
     )
@@ -166,6 +168,7 @@ def _launches() -> Callable[[], int]:
     device = torch.device("cpu")
 
     def run() -> int:
+        # a call of C and an allocation, as each kernel's launch has
         live_tensors: list[torch.Tensor] = []
         for number in range(150):
             clock()
@@ -178,6 +181,7 @@ def _launches() -> Callable[[], int]:
 
 
 def _lock() -> Callable[[], int]:
+    # what pairs of threads do: locks, a queue, a signal
     lock, condition = threading.RLock(), threading.Condition()
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
 

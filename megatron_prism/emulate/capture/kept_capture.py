@@ -349,6 +349,7 @@ def _named_files(words: Sequence[str]) -> list[str]:
     places = list[str]()
     for word in words:
         value = word
+        # ``--flag=value`` names a place by its value
         if word.startswith("--"):
             value = word.partition("=")[2]
         names_place = "/" in value or (value and os.path.isfile(value))

@@ -101,6 +101,7 @@ class Estimator:
     def tasks(self, whole: Sequence[RankTask]) -> list[RankTask]:
         """Return the tasks that an estimate of the job of ``whole`` tasks needs."""
         self._place = tempfile.TemporaryDirectory(prefix="prism-estimate-")
+        # once with few layers, once with more
         for periods in PERIODS:
             folder = str(self._folder(periods))
             for task in whole:

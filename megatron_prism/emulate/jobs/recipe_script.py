@@ -526,6 +526,7 @@ def _model(recipe: Recipe, config: Foreign, chunk: int) -> torch.nn.Module:
     """One model chunk; embedding and loss where Megatron's pipeline puts them."""
     from megatron.core import parallel_state
 
+    # without chunks Megatron takes no number of one
     m, vpp = recipe, recipe.world.vpp
     stage = chunk if vpp else None
     if vpp:

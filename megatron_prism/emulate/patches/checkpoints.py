@@ -314,6 +314,7 @@ def _last_before(folder: str, iteration: int, chosen: int | None) -> int:
         UsageError: there is none.
     """
     iterations = []
+    # Megatron's names of folders: seven digits or more
     for path in Path(folder).glob("iter_*"):
         name = re.fullmatch(r"iter_(\d{7,})", path.name)
         if name is not None:
@@ -351,6 +352,7 @@ def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
     """
     from megatron.core import num_microbatches_calculator as batches
 
+    # as training would take them, batch by batch
     for _ in range(end - begun):
         batches.update_num_microbatches(job.consumed_train_samples, consistency_check=False)
         batch_size = batches.get_current_global_batch_size()

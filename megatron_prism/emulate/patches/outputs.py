@@ -37,8 +37,10 @@ def _no_writers(module: ModuleType, context: PatchContext) -> None:
     """
 
     def call(option: str, original: Original, args: Any) -> Any:
+        # this run is the real job
         if context.writes(args.world_size):
             return original(args)
+        # the job has asked for it
         if option and getattr(args, option, None):
             why = "TensorBoard, W&B and progress.txt are the real job's"
             context.say(f"{why}: nothing of an emulated job is written there")
@@ -123,6 +125,7 @@ def _no_traces(context: PatchContext, original: Original, *args: object, **kwarg
     without a profiler it would start the one of CUDA.
     """
     settings = megatron_args()
+    # traces are asked for, and would be among the real job's
     asked = settings.profile and settings.use_pytorch_profiler
     if asked and not context.writes():
         settings.profile = context.profiles is not None

@@ -150,6 +150,7 @@ def _own_broadcasts(module: ModuleType, context: PatchContext) -> None:
     def call(original: Original, keys: Any, data: Any, datatype: Any, tp_group: Any = None) -> Any:
         group = module.get_tensor_model_parallel_group_if_none(tp_group)
         source = torch.distributed.get_process_group_ranks(group)[0]
+        # no data here, or its source is a local rank with values
         if not data or source in context.local_ranks and not context.meta:
             return original(keys, data, datatype, tp_group=tp_group)
         module._check_data_types(keys, data, datatype)

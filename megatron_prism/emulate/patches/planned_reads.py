@@ -152,6 +152,7 @@ class PlannedReading:
             self._count(reader, local_plan, planner)
             objects = []
             for item in local_plan.items:
+                # objects are small, and are read
                 if item.type == LoadItemType.BYTE_IO and not self._stands_in(reader, item, planner):
                     objects.append(item)
             return read_bytes(reader, type(local_plan)(objects), planner)
@@ -189,6 +190,7 @@ class PlannedReading:
             file_bytes = result.file_bytes.get(place.relative_path, 0)
             result.file_bytes[place.relative_path] = file_bytes + place.length
             result.largest_shard_bytes = max(result.largest_shard_bytes, place.length)
+            # tensors: torch reads whole shards for the parts that a rank takes
             if item.type == LoadItemType.TENSOR:
                 stored = planner.metadata.state_dict_metadata[item.storage_index.fqn]
                 element_bytes = stored.properties.dtype.itemsize

@@ -31,6 +31,7 @@ def shifted_states(optimizer: object, job: Namespace) -> dict[str, int]:
     Returns:
         Name of a parameter -> by how many elements its states are shifted.
     """
+    # states are saved by buckets, or by a release that is corrected
     if not getattr(job, "dist_ckpt_optim_fully_reshardable", False) or _is_corrected():
         return {}
     shifts: dict[str, int] = {}
@@ -39,6 +40,7 @@ def shifted_states(optimizer: object, job: Namespace) -> dict[str, int]:
         for buffer in getattr(part, "buffers", ()):
             padding = _padding_before(buffer)
             for parameter, (_, _, bucket) in buffer.param_index_map.items():
+                # what lies behind padding is shifted by it
                 name = names.get(parameter, "")
                 if name and padding[bucket]:
                     shifts[name] = padding[bucket]

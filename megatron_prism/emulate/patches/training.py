@@ -44,6 +44,7 @@ def _token_count(
     """The last stage counts the tokens; for a virtual one they are what the flags say. Without it
     gradients of the other stages are never scaled.
     """
+    # the last stage is virtual: nobody has counted
     if num_tokens is not None and not context.meta and not int(num_tokens):
         num_tokens = num_tokens + context.monitor.tokens_per_iteration()
     return original(model, num_tokens, *args, **kwargs)
@@ -310,6 +311,7 @@ def _mirrored_labels(
     network that mirrors make up is trained on labels that it can learn.
     """
     values = values_of(self.tp_group)
+    # a real group has all labels
     if values is None:
         return original(self, labels, logits)
     owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)

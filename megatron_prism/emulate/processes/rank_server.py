@@ -199,6 +199,7 @@ def _is_readable(requests: socket.socket) -> bool:
 def _received(requests: socket.socket) -> _Request | None:
     """Receive a request; None where nobody asks any more."""
     packet, (*files,), _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
+    # the process that asked has ended
     if not packet:
         return None
     words_file, events, printed = files
@@ -230,6 +231,7 @@ def _fork(
         The process number; 0 in the fork.
     """
     child = os.fork()
+    # the rank itself
     if not child:
         die_with_parent()
         return 0

@@ -259,6 +259,7 @@ def _start(
     read, write = os.pipe()
     printed = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
     process: subprocess.Popen[bytes] | ForkedRank
+    # the template has imported what all ranks import
     if template is not None:
         process = template.start(
             task.words,

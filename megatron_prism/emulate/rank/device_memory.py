@@ -79,6 +79,7 @@ class NcclReserve(TrafficCounter):
             message = f"the calibration does not know {op} among {size} ranks of {group}"
             fix = "measure it: python -m benchmarks.tools.device_memory -o FILE.json"
             raise UsageError(message, fix=fix)
+        # the first communicator also brings what NCCL takes once
         added_bytes = wanted - bytes_before + (self._calibration.once if first else 0)
         if added_bytes > 0:
             self._take(added_bytes)
@@ -181,6 +182,7 @@ class MemoryWatch(TrainingListener):
         self.allocated = max(self.allocated, allocated)
         self.reserved = max(self.reserved, self.cuda.max_memory_reserved())
         self.cuda.reset_peak_memory_stats()
+        # parts of the process's life that are on now
         for name in self._inside:
             self.parts[name] = max(self.parts.get(name, 0), allocated)
         if self.iterations and (self._steps() or not self._inside):
@@ -230,6 +232,7 @@ def explain(
     site = _site(error.__traceback__)
     where = f" in {step or 'no phase'}{f', at {site}' if site else ''}"
     lines = [f"{who} ran out of device memory{where}", f"  {str(error).splitlines()[0]}"]
+    # a part of the memory was held for virtual ranks
     if held:
         lines.append(f"  {held:,} B of it are held for the large job's communicators")
     return NotTrainedError(

@@ -256,6 +256,7 @@ _CORE_PARTS = (
 
 def _attach_parts(run: Run, session: Session) -> None:
     """Attach the parts of core and of features that the options ask for, in their order."""
+    # parts of core and of features, by the order in which they must attach
     steps: list[tuple[int, Callable[[], None]]] = []
     for place, name, fields in _CORE_PARTS:
         if any(getattr(run.options, field) for field in fields):

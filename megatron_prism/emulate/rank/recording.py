@@ -26,6 +26,7 @@ def add_to(run: Run, session: Session) -> None:
         run.follow_calls(run.recording)
         run.follow_training(run.recording)
         run.on_arguments.append(run.recording.is_of)
+    # no other process may record the same rank
     if options.record is not None:
         run.places.append(options.record / f"rank-{options.rank:06d}")
 

@@ -350,10 +350,12 @@ def _memory_lines(memory: Json) -> list[str]:
     lines = [f"  memory    {peak}"]
     for estimate in memory.get("estimated", ()):
         percent = f"{estimate['low']:+g} to {estimate['high']:+g} %"
+        # a stand-in decides how many bytes there are
         lines.append(f"            estimated: {percent}, {estimate['what']}")
     release = memory.get("transformer_engine")
     if release:
         lines.append(f"            as Transformer Engine {release} has it")
+    # NCCL's buffers of the real world, beside those of this one
     nccl = memory.get("nccl")
     if nccl:
         used = format_bytes(memory["device_used"] - memory["nccl_reserve"])

@@ -64,9 +64,11 @@ def add_to(run: Run, session: Session, asked: StopOptions) -> None:
     for text in filter(None, map(str.strip, asked.stop.split(";"))):
         breakpoint = Breakpoint.parse(text)
         named = breakpoint.select.rank
+        # without a rank the call is this process's own
         ranks = options.ranks[:1]
         if named:
             ranks = world.select(named)
+        # the rank is virtual here: it makes no calls
         if not set(ranks) & set(options.ranks):
             raise UsageError(
                 f"--prism-break {text!r}: rank {ranks[0]} has no process here",
@@ -74,6 +76,7 @@ def add_to(run: Run, session: Session, asked: StopOptions) -> None:
             )
         stops |= dict.fromkeys(set(ranks) & set(options.ranks), breakpoint)
     if options.rank in stops:
+        # each process listens on a port of its own, so that several can stop
         at = debugger_at(asked.debugger)
         if at is not None:
             at = at[0], at[1] + sorted(stops).index(options.rank)
@@ -132,6 +135,7 @@ def debugger_at(text: str | None) -> tuple[str, int] | None:
 
     Raises UsageError for another debugger, and for pdb where nobody could type.
     """
+    # without a debugger it is pdb, which reads the terminal
     remote, fix = re.fullmatch(r"debugpy:(?:([\w.-]+):)?(\d{1,5})", text or ""), _REMOTE
     refuse(
         (
@@ -292,6 +296,7 @@ class Debugger(LabelledCalls):
         self._reached = self._asked = self._inside = True
         self._next = False
         frame = _of_the_job(sys._getframe(2))
+        # after the call its results are in scope
         when = "before"
         if self._after:
             when = "after"
@@ -302,6 +307,7 @@ class Debugger(LabelledCalls):
         sys.stderr.flush()
         builtins.prism = prompt  # type: ignore[attr-defined] # in scope of every frame, until the end
         try:
+            # a terminal here, or an editor elsewhere
             if self._at is None:
                 _Pdb(prompt).stop(frame)
             else:
@@ -415,12 +421,14 @@ class Prompt:
         ranks, me = list(self.group.ranks), self._debugger.rank
         local = [ranks[position] for position in self.group.local]
         shown = format_ranks(sorted(ranks))
+        # long lists of ranks are cut
         if len(ranks) > _LISTED:
             shown = f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
         print(f"{self.line}, iteration {self.call.iteration}")
         print(f"  rank {me} is member {ranks.index(me)} of {len(ranks)}: {shown}")
         virtual = len(ranks) - len(local)
         holders = "this rank holds"
+        # local ranks hold what virtual ones mirror
         if local != [me]:
             holders = f"ranks {format_ranks(sorted(local))} hold"
         policies = {
@@ -521,6 +529,7 @@ class ValueWatch(LabelledCalls):
 
     def __init__(self, subject: str, tier: str, debugger: str | None = None) -> None:
         super().__init__()
+        # a limit of the norm, or values that are not finite
         norm = re.fullmatch(r"norm>(\d+(\.\d+)?([eE][+-]?\d+)?)", subject)
         if subject not in ("nan", "inf") and norm is None:
             message = f"--prism-watch {subject}: nan, inf or norm>X"
@@ -626,6 +635,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # views and new memory hold no new values
         if self._watch._looks and not func.is_view and not _FRESH.match(func.name()):
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and self._watch.is_bad(tensor):

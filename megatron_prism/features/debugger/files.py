@@ -37,6 +37,7 @@ def compare_recordings(
             "a recording is compared with another one", fix="prism compare RECORDING RECORDING"
         )
     ranks_of_both = sorted(runs[0].keys() & runs[1].keys())
+    # a rank is compared with itself in the other run
     if not ranks_of_both:
         ranks = (format_ranks(sorted(run)) for run in runs)
         raise UsageError(

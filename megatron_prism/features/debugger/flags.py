@@ -26,6 +26,7 @@ def read_stops(parsed: ParsedFlags) -> StopOptions | None:
             "--prism-debugger without a place to stop",
             fix="--prism-break CALL, or --prism-watch nan",
         )
+    # no place to stop, and nothing to watch
     if args.prism_stop is None and args.prism_watch is None:
         return None
     return StopOptions(args.prism_stop or "", args.prism_watch, args.prism_debugger)

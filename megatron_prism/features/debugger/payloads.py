@@ -169,6 +169,7 @@ def _steps_of(span: re.Match[str]) -> list[str]:
     key, first, last, first_microbatch, phase, first_chunk, last_microbatch, last_chunk = (
         span.groups()
     )
+    # iterations are counted by one number, steps by microbatch and chunk
     if key:
         return [f"{key}{number}" for number in _between(first, last)]
     steps = list[str]()
@@ -276,6 +277,7 @@ class PayloadRecorder(_Keyed):
     def finished(self) -> None:
         self.close()
         lost = ""
+        # the file has a bound, so that a long job does not fill the disk
         if self.lost:
             lost = f"; {self.lost:,} beyond {format_bytes(MOST_BYTES)} were not kept"
         sys.stderr.write(
@@ -338,6 +340,7 @@ class _Recorded:
         with foreign.reading(self.path, "a recording of ours", _AGAIN):
             self._file.seek(at)
             data = zlib.decompressobj().decompress(self._file.read(packed), room)
+            # what is packed may be damaged, or say another shape
             if len(data) != room:
                 raise ValueError(f"{key!r} has {len(data):,} bytes, not {room:,}")
         return torch.frombuffer(bytearray(data), dtype=dtype)
@@ -356,6 +359,7 @@ def rows_of(folder: Path, rank: int) -> list[ComparedOp]:
         iteration, _, step_and_call = key.partition(" ")
         step, _, call = step_and_call.partition(" ")
         with foreign.reading(recorded.path, "a recording of ours", _AGAIN):
+            # a dtype that this torch does not have
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{key!r} is of {name}")
         value = recorded.value(key, dtype)
@@ -390,6 +394,7 @@ class PayloadReplayer(_Keyed):
             self._arguments = str(arguments)
         check_header(self.path, recorded_header, {"format": FORMAT, "rank": rank, **header})
         virtual = recorded_header.get("virtual")
+        # values of virtual ranks are made up: replayed, they would pass as real
         if virtual:
             message = f"{self.path} was recorded among {virtual} virtual ranks: it holds mirrors"
             raise UsageError(message, fix="record a run in which all ranks are local")
@@ -407,10 +412,12 @@ class PayloadReplayer(_Keyed):
     ) -> dist.Work | None:
         _, key = self.key(group, op)
         work = self.through(group, op, answer, args, kwargs)
+        # a send fills nothing, and a group of one rank hears of nobody
         filled = [] if op == "send" or len(group.ranks) < 2 else _filled(op, args)
         if not filled:
             return work
         is_real = [self._fill(f"{key}.{place}", tensor) for place, tensor in enumerate(filled)]
+        # what was recorded is real from here on, not made up
         for tensor, has_record in zip(filled, is_real, strict=True):
             if has_record:
                 group.world.values.overwritten(tensor)

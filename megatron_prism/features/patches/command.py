@@ -23,6 +23,7 @@ def patches(args: argparse.Namespace) -> Answer:
     from megatron_prism.emulate import patch
     from megatron_prism.emulate.patches import PATCHES
 
+    # the installed Megatron, or a checkout that is read and not run
     roots = None
     message = "megatron-core is not installed"
     if args.megatron is not None:

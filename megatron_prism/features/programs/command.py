@@ -56,8 +56,10 @@ def capture(args: argparse.Namespace) -> Answer:
     or one on a GPU.  --prism-tier meta needs no GPU and is the default where there is none.  The
     last arguments stop it after a few iterations.  The flags are those of prism run.
     """
+    # the job is looked at, and nothing runs
     if args.check:
         return _check_job(args)
+    # an obstacle of the launch line leaves no script
     if args.obstacles and not args.job:
         args.obstacles.raise_all()
     _refuse_capture(args)
@@ -86,6 +88,7 @@ def capture(args: argparse.Namespace) -> Answer:
         recipe = recipes.load(args.recipe, args.settings)
         recipe_job.capture(recipe, out, force=args.force, console=talk)
         line = [args.recipe, *args.settings]
+    # later advice repeats the line
     keep_line(out, line)
 
     # the progress has said all that people want to know
@@ -163,6 +166,7 @@ def show(args: argparse.Namespace) -> Answer:
         beside_text = "--json"
     elif asked:
         beside_text = f"--{asked[0]}"
+    # a text is of the whole world, and steps or groups are of a rank
     refuse(
         (
             args.text and beside_text,
@@ -175,6 +179,7 @@ def show(args: argparse.Namespace) -> Answer:
             f"--rank 0 {beside_text} …",
         ),
     )
+    # the text form, for a file
     if args.text:
         programs = open_programs(args.programs)
         return Answer(lambda: None, lambda: print(dump(programs), end=""))
@@ -289,6 +294,7 @@ def _chosen_ops(
     places = range(len(ops))
     # a short name such as dp fits several groups
     chosen_groups: set[str] | None = None
+    # the user names a group in short
     if group is not None:
         groups = sorted({op.group for op in ops if op.group})
         chosen_groups = {name for name in groups if named_group(group, name)}
@@ -297,6 +303,7 @@ def _chosen_ops(
             raise UsageError(f"rank {rank} has no call in a group {group}", fix=fix)
     # "2F" is chunk 0, as in a pipeline without interleaving
     if around is not None:
+        # all ops of the step, which need not be together
         near = [place for place, op in enumerate(ops) if around in (op.label, f"{op.label}0")]
         if not near:
             labels = list(dict.fromkeys(op.label for op in ops))
@@ -324,6 +331,7 @@ def _print_ops(programs: Programs, rank: int, ops: Mapping[int, Op]) -> None:
     for index, op in ops.items():
         line = format_op(op)
         note = line.find(' note="')
+        # notes of kernels are long
         if note >= 0:
             line = line[: note + _NOTE] + " …"
         print(f"{index:6}  {line}")
@@ -342,6 +350,7 @@ def check(args: argparse.Namespace) -> Answer:
 
     prism check DIR
     """
+    # a feature's proof in place of the check of calls
     for feature_check in _feature_checks():
         if getattr(args, feature_check.name):
             return feature_check.function(args)

@@ -29,6 +29,7 @@ def reshard(args: argparse.Namespace) -> Answer:
 
     if not args.job:
         raise UsageError("reshard into which job?", fix="prism reshard CHECKPOINT -- torchrun …")
+    # seconds would be without end
     if args.read_rate == 0:
         raise UsageError("a file system that reads nothing", fix="--read-rate 20GB")
     plan = plan_reading(

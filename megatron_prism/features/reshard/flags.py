@@ -27,6 +27,7 @@ def read(parsed: ParsedFlags) -> PlanOptions | None:
     """Read the flag.  UsageError where the rank would have values."""
     if not parsed.args.prism_plan_load:
         return None
+    # on tiers with values the job would read them
     if parsed.args.prism_tier != "meta":
         raise UsageError("--prism-plan-load reads no values", fix="--prism-tier meta")
     return PlanOptions()

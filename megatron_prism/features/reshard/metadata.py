@@ -51,6 +51,7 @@ class _Record:
 
     def field(self, name: str) -> object:
         """Return an attribute of the object, or None."""
+        # other states (a tuple, say) have no names
         if isinstance(self.state, dict):
             return self.state.get(name)
         return None
@@ -89,6 +90,7 @@ class Checkpoint:
         states = [name for name in self.tensors if re.match(r"(chained_\d+\.)?optimizer\.", name)]
         if not states:
             return ""
+        # names of gradient buckets: the format of states that are not resharded
         if any(".bucket_idx_" in name for name in states):
             return "buckets"
         return "names"
@@ -134,11 +136,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _folder_of(path: Path) -> Path:
     """Return the folder of one checkpoint, the last that a job has saved where there are some."""
+    # the folder of one checkpoint
     if (path / _METADATA).is_file():
         return path
     tracker = path / _TRACKER
+    # a job's folder: the last one that it has saved
     if tracker.is_file():
         text = tracker.read_text(encoding="utf-8").strip()
+        # Megatron writes a number, or ``release`` for a converted checkpoint
         if text != _RELEASE and not text.isdecimal():
             raise UsageError(f"{tracker} names no iteration", fix=_FIX)
         name = text
@@ -181,6 +186,7 @@ def stage(checkpoint: Checkpoint, folder: Path) -> list[str]:
         The job's options.
     """
     source = checkpoint.folder.resolve()
+    # other names are of checkpoints that were copied: they count as iteration 1
     iteration = _ITERATION.fullmatch(source.name)
     number = int(iteration[1]) if iteration else 1
     is_release = source.name == _RELEASE
@@ -196,6 +202,7 @@ def stage(checkpoint: Checkpoint, folder: Path) -> list[str]:
             (place / path.name).symlink_to(path)
         (place / _FORMAT).write_text(json.dumps(_TORCH_DIST), encoding="utf-8")
     options = ["--load", str(folder), "--ckpt-format", "torch_dist"]
+    # a released checkpoint has no iteration
     if not is_release:
         options += ["--ckpt-step", str(number)]
     return options

@@ -119,6 +119,7 @@ class Reshard:
         With expert parallelism Megatron has an optimizer of their own for experts, and loads no
         states that were saved without it.  Names of tensors do not say it.
         """
+        # arguments of the job that saved it are known: so is where its experts' states are
         if not (self.has_stand_in and self.asks_for_states):
             return False
         names = self.checkpoint.tensors
@@ -138,6 +139,7 @@ class Reshard:
     @property
     def seconds(self) -> float | None:
         """Seconds that the file system takes for that; None where its rate is unknown."""
+        # a refused checkpoint is not read to its end
         if self.read_rate is None or not self.loads:
             return None
         return self.total_read_bytes / self.read_rate
@@ -195,6 +197,7 @@ def combine(
         read_rate: as in ``Reshard``.
     """
     requests: dict[str, Mapping[str, object]] = {}
+    # ranks ask for parts of the same tensors: each counts once
     for plan in plans:
         for request in plan["requests"]:
             requests[request["key"]] = request
@@ -203,6 +206,7 @@ def combine(
         shifted_states.update(plan["shifted_states"])
     odd_tensors = []
     for key, request in sorted(requests.items()):
+        # shapes, types or whole tensors that differ
         if request["match"] != "same":
             odd_tensors.append(_tensor(key, request))
 

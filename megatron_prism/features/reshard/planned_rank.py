@@ -38,11 +38,13 @@ class PlanTeller(TrainingListener):
         result = as_json(read)
         result["rank"] = self._run.options.rank
         result["load_peak"] = 0 if live is None else live.parts.get("load", 0)
+        # a rank that somebody started by hand prints its plan
         if self._emit is None:
             print(json.dumps(result))
         else:
             self._emit("result", result=result)
         sys.stdout.flush()
+        # the plan is all that is asked for: no training follows
         self._run.claims.close()
         exit_status.leave(0)
 
@@ -64,6 +66,7 @@ def add_to(run: Run, session: Session) -> None:
 
 def as_json(read: PlannedRead) -> Json:
     """Write a plan as values of JSON."""
+    # an enumeration becomes its text
     requests = []
     for request in read.requests.values():
         requests.append({**vars(request), "match": request.match.value})

@@ -51,6 +51,7 @@ def reshard(
         PrismError: a rank failed before it could load.
     """
     checkpoint = read_checkpoint(path)
+    # words of the user come later, and win
     before = ["--prism-emulate", "--prism-tier", "meta", "--prism-ranks", "0"]
     parsed = job_options.from_command_line([*before, *flags, *job[1:]])
     if parsed is None:
@@ -82,12 +83,14 @@ def representatives(world: World) -> tuple[int, ...]:
     Stages and expert-parallel ranks have other tensors; ranks of one tensor-parallel or
     data-parallel group have other parts of the same ones.
     """
+    # few ranks: each one's own reading is shown
     if world.size <= FEW_RANKS:
         return tuple(range(world.size))
     first_ranks: dict[tuple[int, int], int] = {}
     for rank in range(world.size):
         coordinates = world.coordinates(rank)
         first_ranks.setdefault((coordinates.pp, coordinates.ep), rank)
+        # more stages and expert-parallel ranks than are worth the time
         if len(first_ranks) == _MOST_RANKS:
             break
     return tuple(sorted(first_ranks.values()))

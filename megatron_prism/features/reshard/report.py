@@ -29,6 +29,7 @@ def render_text(plan: Reshard) -> str:
         *_tensors(plan),
         *_reads(plan),
     ]
+    # what was assumed of the job that saved it
     if plan.has_stand_in:
         lines.append(
             "the arguments of the checkpoint's job are not here (they are in common.pt or in the "
@@ -40,6 +41,7 @@ def render_text(plan: Reshard) -> str:
 
 def _verdict(plan: Reshard) -> list[str]:
     """Say whether Megatron loads it."""
+    # names do not say in which optimizer states of experts are
     if plan.loads and plan.assumes_optimizers:
         return ["Megatron loads it, if both jobs have expert parallelism or neither has."]
     if plan.loads:
@@ -48,6 +50,7 @@ def _verdict(plan: Reshard) -> list[str]:
     if len(refusal) > _LONGEST_REFUSAL:
         refusal = refusal[:_LONGEST_REFUSAL] + " …"
     lines = [f"Megatron refuses it: {refusal}"]
+    # the second try has shown whether the optimizer's states are the obstacle
     if plan.without_optimizer:
         lines.append("  fix: --no-load-optim --no-load-rng: without these states it loads")
     elif plan.without_optimizer is not None:
@@ -103,6 +106,7 @@ def _tensors(plan: Reshard) -> list[str]:
             lines.append(f"  {tensor.key}  {_change(tensor)}")
         if len(tensors) > _MOST_TENSORS:
             lines.append(f"  … and {len(tensors) - _MOST_TENSORS:,} more: --json has all")
+    # not all stages and expert-parallel ranks were planned
     if plan.unexpected is None:
         lines.append("in the checkpoint alone: unknown, ranks that may ask were not planned")
     elif plan.unexpected:
@@ -117,6 +121,7 @@ def _tensors(plan: Reshard) -> list[str]:
 def _change(tensor: Tensor) -> str:
     """Write a tensor's shape and type, stored and in the job."""
     wanted = f"{tensor.dtype}{list(tensor.shape)}"
+    # the checkpoint has no such tensor
     if not tensor.stored_dtype:
         return wanted
     return f"{tensor.stored_dtype}{list(tensor.stored_shape)} -> {wanted}"
@@ -143,6 +148,7 @@ def _reads(plan: Reshard) -> list[str]:
     if len(plan.ranks) > _MOST_RANKS:
         lines.append(f"… and {len(plan.ranks) - _MOST_RANKS:,} more: --csv FILE or --json has all")
     total = f"all {plan.world.size:,} ranks read {format_bytes(plan.total_read_bytes)}"
+    # planned ranks stand for the others
     if len(plan.ranks) < plan.world.size:
         planned = format_ranks(rank.rank for rank in plan.ranks)
         total += f", if the others read as ranks {planned} do"

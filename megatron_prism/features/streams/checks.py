@@ -29,6 +29,7 @@ def check(args: argparse.Namespace) -> Answer:
     from megatron_prism.features.streams.order import check_trace
 
     folder = Path(args.programs)
+    # slices may be captured without a record of streams
     paths: list[Path] = []
     if folder.is_dir():
         paths = list(trace.traces_of(folder))
@@ -64,9 +65,11 @@ def _print(verdicts: list[StreamVerdict]) -> None:
 def fault_text(fault: StreamFault, count: int) -> str:
     """Write a fault in lines: what is wrong, the tensor, both accesses, and the fix."""
     title = f"rank {fault.rank}: {fault.kind.value}"
+    # the same two lines meet in every microbatch
     if count > 1:
         title += f", {counted(count, 'time')}"
     tensor = _place_text(fault.tensor)
+    # -1: how large it is was not seen
     if fault.num_bytes >= 0:
         tensor += f" ({format_bytes(fault.num_bytes)})"
     lines = [title]
@@ -98,6 +101,7 @@ def coverage_text(verdict: StreamVerdict) -> str:
     text = (
         f"rank {verdict.rank}: {word}; {memory}, {order} on {counted(coverage.streams, 'stream')}"
     )
+    # what a CUDA graph launches is not followed
     if coverage.graph_launches:
         text += f"; not of {counted(coverage.graph_launches, 'launch')} of CUDA graphs"
     return text

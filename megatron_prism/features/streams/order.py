@@ -198,8 +198,10 @@ class _Checker:
         clock = self._events.get(event)
         if clock is not None:
             self._join(stream, clock)
+            # a stream of NCCL works for the stream that the awaited event is of
             if self._trace.streams[stream].startswith(NCCL):
                 self._issuers[stream] = self._recorded_on[event]
+        # storages whose memory waits for this event
         for number in self._held.pop(event, ()):
             self._release(number, event)
 
@@ -288,9 +290,11 @@ class _Checker:
         latest: dict[int, Access] = {}
         for access in storage.accesses:
             known_access = latest.get(access.stream)
+            # of each stream the latest access stands for all before it
             if known_access is None or known_access.epoch <= access.epoch:
                 latest[access.stream] = access
         for access in latest.values():
+            # only an access that is neither awaited nor over can harm the next owner
             if not self._is_awaited(storage, access) and not self._is_done_everywhere(access):
                 self._replace_former(pool, _Former(access, storage))
 
@@ -310,8 +314,10 @@ class _Checker:
         """
         is_own = new.access.stream == new.storage.pool
         for index, former in enumerate(pool):
+            # accesses of other streams end at other times
             if former.access.stream != new.access.stream:
                 continue
+            # one place of the program, or the pool's own stream: the later access says all
             if is_own or former.access.place == new.access.place:
                 if former.access.epoch <= new.access.epoch:
                     pool[index] = new
@@ -330,14 +336,17 @@ class _Checker:
         self._numbers["accesses"] += 1
         storage = self._storage(number)
         access = Access(stream, self._epochs[stream], text, low, high, kind == Kind.WRITE)
+        # the memory had another owner, whose accesses may not be over
         if storage.former:
             self._check_former(storage, access)
         accesses = []
         for earlier in storage.accesses:
             is_before = self._is_before(earlier, stream)
+            # two reads never conflict
             conflicts = (earlier.writes or access.writes) and earlier.overlaps(access)
             if conflicts and not is_before:
                 self._conflict(storage, earlier, access)
+            # an access that this one covers, and that is over before, says nothing more
             if not _replaces(access, earlier, is_before):
                 accesses.append(earlier)
         accesses.append(access)
@@ -370,11 +379,13 @@ class _Checker:
 
     def _conflict(self, storage: _Storage, first: Access, second: Access) -> None:
         kind = FaultKind.OVERWRITTEN
+        # a read that a write overtakes; else a write that a write or a read overtakes
         if first.writes:
             kind = FaultKind.WRITTEN_TWICE if second.writes else FaultKind.UNFINISHED
         names = self._trace.streams
         earlier, later = names[first.stream], names[second.stream]
         fix = f"{later}.wait_stream({earlier}), or wait_event, before the second access"
+        # calls are waited for by their handle
         if earlier.startswith(NCCL):
             fix = f"wait() of the call's handle on {later} before the second access"
         self._add(kind, storage, first, second, fix)

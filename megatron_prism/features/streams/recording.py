@@ -156,6 +156,7 @@ class StreamRecorder(LabelledCalls):
         self.changes.undo()
         # numbers in one array while the step runs: a row costs no object
         columns = np.array(self._rows, dtype=np.int64).reshape(-1, _FIELDS)
+        # rows of the file have types of their own
         rows = np.empty(len(columns), dtype=ROW)
         for index, name in enumerate(ROW.names or ()):
             rows[name] = columns[:, index]
@@ -167,6 +168,7 @@ class StreamRecorder(LabelledCalls):
             graph_launches=self._graph_launches,
         )
         save(trace, self._path, force=True)
+        # events and storages were kept alive, so that no two have one address
         self._kept_events.clear()
         self._kept_on_host.clear()
 
@@ -294,8 +296,10 @@ class StreamRecorder(LabelledCalls):
             kind = Kind.WRITE if is_written else Kind.READ
             if is_written:
                 written.add(id(tensor))
+            # tensors of the device
             if tensor.is_meta:
                 self._touch(kind, tensor, stream, place)
+            # a copy reads pinned memory of the host, which may be reused too early
             elif kind is Kind.READ and tensor.device.type == "cpu" and self._kernel_name == "copy_":
                 self._touch_host(kind, tensor, stream, place)
 
@@ -399,6 +403,7 @@ class StreamRecorder(LabelledCalls):
     # -- streams and events -----------------------------------------------------------------------
     def _follow_streams(self, changes: ProcessChanges) -> None:
         """Hear of what orders streams, and of what the host waits for."""
+        # what orders streams: events, waits, synchronisation
         event, stream = torch.cuda.Event, torch.cuda.Stream
         changes.set(event, "record", self._before(event.record, self._event_recorded))
         changes.set(event, "wait", self._before(event.wait, self._event_waited))
@@ -407,10 +412,12 @@ class StreamRecorder(LabelledCalls):
         changes.set(
             torch.cuda, "synchronize", self._before(torch.cuda.synchronize, self._device_awaited)
         )
+        # what keeps memory, or lets the host read
         record_stream = torch.Tensor.record_stream
         changes.set(torch.Tensor, "record_stream", self._before(record_stream, self._used))
         changes.set(cuda, "host_waits", self._before(cuda.host_waits, self._host_waits))
         changes.set(cuda, "copy_listener", self._copied)
+        # what graphs launch is counted alone
         graph = torch.cuda.CUDAGraph
         changes.set(graph, "replay", self._before(graph.replay, self._graph_launched))
 
@@ -583,6 +590,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of a tensor in its storage, and the one behind its last."""
     item_bytes = tensor.element_size()
     low = int(tensor.storage_offset()) * item_bytes
+    # the last element lies as far behind the first as all strides together
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 0:

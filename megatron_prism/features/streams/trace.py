@@ -137,6 +137,7 @@ def load(path: Path) -> StreamTrace:
     )
     with reading:
         head, arrays = foreign.read_arrays(path, _Head, _MEMBERS)
+        # columns may have other meanings in another format
         if head.format != FORMAT:
             raise ProgramError(
                 f"{path} has format {head.format}; this release reads {FORMAT}",
