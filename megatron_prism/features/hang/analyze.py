@@ -291,7 +291,7 @@ def _idle(judgement: Judgement) -> Diagnosis:
     if state.has_only_logs:
         text = "no line of the logs names a call that waits"
     if is_empty and state.has_only_logs:
-        text = "no line of the logs names a call or a counter"
+        text = "no line of the logs has the number of a call, or a counter"
     elif is_empty:
         text = "no dump or log holds a call or a counter: the recorders were off"
     judgement.evidence.append(text)

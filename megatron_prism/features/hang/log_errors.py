@@ -21,7 +21,10 @@ _OUTSIDE = re.compile(
     r"timed out.*(?:store|TCPStore|barrier)", re.IGNORECASE
 )  # fmt: skip
 _OF_OTHERS = re.compile(
-    r"Connection (?:closed|reset)|Broken pipe|Socket|NCCL|DistBackend|ChildFailed|SignalException|"
+    r"Connection (?:closed|reset)|Broken pipe|Socket|[NHR]CCL|Hccl\w+, error code|"
+    # Ascend: a device ran out of time while it waited
+    r"aclrtSynchronize\w+, error code is (?:107020|507046|507048)|"
+    r"DistBackend|ChildFailed|SignalException|"
     r"SystemExit|KeyboardInterrupt|collective operation timeout|recvValue failed|monitoredBarrier|"
     r"Detected mismatch between collectives", re.IGNORECASE
 )  # fmt: skip

@@ -74,6 +74,42 @@ LINES = (
         ),
     ),
     _line(
+        says=Says.CALL,
+        word="async exception",
+        pattern=(
+            r"Collective WorkNCCL\((?P<body>(?:(?!raised the).)*)raised the following async "
+            r"exception"
+        ),
+        source="NCCL checkAndSetException, 2.1 on; OpenRLHF/OpenRLHF#621",
+        example=(
+            "[Rank 12] Collective WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=8, NumelOut=8, "
+            "Timeout(ms)=1800000) raised the following async exception: NCCL error: remote process "
+            "exited or there was a network error, NCCL version 2.21.5"
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="async exception",
+        pattern=r"raised the following async exception: (?P<own>NCCL error: [^\n]*)",
+        source="NCCL checkAndSetException, 2.1 on; OpenRLHF/OpenRLHF#621",
+        example=(
+            "[Rank 12] Collective WorkNCCL(SeqNum=1, OpType=BROADCAST) raised the following async "
+            "exception: NCCL error: remote process exited or there was a network error, NCCL "
+            "version 2.21.5"
+        ),
+    ),
+    _line(
+        says=Says.FIRED,
+        word="Some NCCL operations",
+        pattern=r"Some NCCL operations have failed or timed out",
+        source="NCCL handleException, 1.9 on; with the rank's number since 2.1",
+        example=(
+            "[rank0]:[E307 05:30:18.27 ProcessGroupNCCL.cpp:744] [Rank 0] Some NCCL operations "
+            "have failed or timed out. Due to the asynchronous nature of CUDA kernels, subsequent "
+            "GPU operations might run on corrupted/incomplete data."
+        ),
+    ),
+    _line(
         says=Says.NATIVE_STACK,
         word="Stack trace of the failed",
         pattern=r"Stack trace of the failed collective:",
@@ -151,7 +187,7 @@ LINES = (
         says=Says.EVIDENCE,
         word="nccl",
         pattern=(
-            r"(?P<nccl>nccl(?:SystemError|UnhandledCudaError|InternalError|InvalidUsage|"
+            r"(?P<own>nccl(?:SystemError|UnhandledCudaError|InternalError|InvalidUsage|"
             r"InvalidArgument): .*)"
         ),
         source="NCCLUtils.cpp getNcclErrorDetailStr; hiyouga/LlamaFactory#6161",
@@ -182,6 +218,64 @@ LINES = (
         ),
         source="TraceUtils.h, 1.12 on",
         example="[1] finished collective #5, but didn't join collective #6 (count from 1)",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="server socket has failed to bind",
+        pattern=r"server socket has failed to bind to .*",
+        source="torch's socket.cpp, 1.12 on; huggingface/accelerate#2246",
+        example=(
+            "[W socket.cpp:436] [c10d] The server socket has failed to bind to [::]:12211 (errno: "
+            "98 - Address already in use)."
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="what():",
+        pattern=r"what\(\):\s+(?P<own>(?:CUDA|HIP) error: .*)",
+        source="std::terminate, behind an exception of c10; open-mmlab/mmdetection#1445",
+        example="  what():  CUDA error: the launch timed out and was terminated",
+    ),
+    # -- Ascend: an error of HCCL, or of a device that ran out of time, is one of a rank that waits
+    _line(
+        says=Says.EVIDENCE,
+        word="times out. Reason:",
+        pattern=(
+            r"(?P<own>(?:The wait execution of the Notify register|Getting socket) times out\. "
+            r"Reason: .*)"
+        ),
+        source="CANN, EI0002 and EI0006; hiyouga/LlamaFactory#975, vllm-project/vllm-ascend#486",
+        example=(
+            "EI0006: [PID: 1292] 2025-04-08-18:07:20 Getting socket times out. Reason: Remote Rank "
+            "did not send the data in time."
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="HCCP process",
+        pattern=r"(?P<own>Failed to initialize the HCCP process\..*)",
+        source="CANN, EJ0001; hiyouga/LlamaFactory#3839",
+        example=(
+            "EJ0001: 2024-05-21-11:57:54 Failed to initialize the HCCP process. Reason: Maybe the "
+            "last training process is running."
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="execute failed, reason=",
+        pattern=r"rt\w+ execute failed, reason=\[[^\]]*\]",
+        source="CANN, EE1002 and EH9999; Ascend/pytorch#43, hiyouga/LlamaFactory#5551",
+        example="        rtDeviceSynchronize execute failed, reason=[task timeout][FUNC:FuncErr]",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="NPU function error",
+        pattern=r"NPU function error: (?P<own>\w+, error code is \d+)",
+        source="torch_npu, NPU_CHECK_ERROR; Ascend/pytorch#62",
+        example=(
+            "RuntimeError: npuSynchronizeDevice:torch_npu/csrc/core/npu/NPUStream.cpp:435 NPU "
+            "function error: aclrtSynchronizeDevice, error code is 507046"
+        ),
     ),
     # -- torch's own checks
     _line(
@@ -288,6 +382,38 @@ LINES = (
             "chrisknewman/tusas#149"
         ),
         example="srun: error: nid001277: tasks 1-3: Out Of Memory",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="srun: error:",
+        pattern=r"tasks? \d[\d,-]*: Exited with exit code \d+",
+        source="Slurm, srun; facebookresearch/ParlAI#3084",
+        example="srun: error: nid001277: tasks 2-7: Exited with exit code 1",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="Container rank",
+        pattern=r"Container rank \d+ status failed",
+        source="Paddle, distributed/launch/controllers; PaddlePaddle/PaddleDetection#7380",
+        example="Container rank 0 status failed cmd ['python3', '-u', 'train.py'] code 1",
+    ),
+    _line(
+        says=Says.EVIDENCE,
+        word="heartbeat timeout",
+        pattern=r"Task /job:\S+/task:\d+ heartbeat timeout",
+        source="XLA's coordination_service.cc, of JAX; EleutherAI/architecture-objective#26",
+        example=(
+            "UNAVAILABLE: Task /job:jax_worker/replica:0/task:37 heartbeat timeout. This indicates "
+            "that the remote task has failed, got preempted, or crashed unexpectedly."
+        ),
+    ),
+    # who came to one tensor may be missing at another: no rank is named by it
+    _line(
+        says=Says.EVIDENCE,
+        word=" ranks: ",
+        pattern=r"\[(?P<horovod>(?:missing|ready) ranks: \d+(?:, \d+)*)\]",
+        source="Horovod to 0.18, operations.cc; horovod/horovod#534, #334",
+        example="HorovodBroadcast_fully_connected_weights_0 [missing ranks: 0]",
     ),
     _line(
         says=Says.LAUNCHER_ENDS,
@@ -437,8 +563,18 @@ LINES = (
     ),
     _line(
         says=Says.EVIDENCE,
+        word="Mismatched collective",
+        pattern=r"NCCL WARN (?P<warned>Mismatched collective detected, .* at and around rank \d+)",
+        source="NCCL 2.4, init.cc; NVIDIA/nccl#296",
+        example=(
+            "n1:112:500 [3] init.cc:1247 NCCL WARN Mismatched collective detected, please check "
+            "your collective calls at and around rank 39."
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
         word="NET/",
-        pattern=r"NET/\w+ ?: .*(?:status=|error|timed out|refused).*",
+        pattern=r"NET/\w+ ?: ?.*(?:status=|error|timed out|refused).*",
         source="NCCL",
         example="NCCL WARN NET/IB : Got completion from peer 10.0.0.1<4711> with status=12",
     ),

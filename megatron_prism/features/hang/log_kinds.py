@@ -13,6 +13,7 @@ class Says(Enum):
     CALL = auto()  # a call that timed out: number, kind, elements
     COUNTS = auto()  # how many calls of a group were enqueued and ended
     FAILED = auto()  # the number of the call that timed out, beside the group's name
+    FIRED = auto()  # the rank's watchdog took its process down: another line names the call
     NATIVE_STACK = auto()  # the stack of that call follows
     DIFFER = auto()  # two ranks make different calls, by torch's own check
     ABSENT = auto()  # a rank did not come to a monitored barrier

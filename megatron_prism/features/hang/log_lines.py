@@ -127,7 +127,7 @@ def call_of(match: re.Match[str], text: str) -> LoggedCall:
         kind,
         (_number(fields.get("NumelIn", "")), _number(fields.get("NumelOut", ""))),
         _number(fields.get("Timeout(ms)", "")),
-        _number(match["ran_ms"] or ""),
+        _number(match.groupdict().get("ran_ms") or ""),
         group_rank=int(own[-1]) if own else -1,
     )
 
@@ -186,16 +186,28 @@ def fingerprint(text: str | None) -> Fingerprint:
 # -- who speaks -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Mark:
-    """A prefix that says which rank speaks; ``source``: who prints it."""
+    """A prefix that says which rank speaks.
+
+    Attributes:
+        pattern: The prefix, with the rank.
+        source: Who prints it.
+        word: A part of each such line, looked for first.
+    """
 
     pattern: re.Pattern[str]
     source: str
+    word: str = "rank"
 
 
 ANYWHERE = (
     Mark(
         re.compile(r"(?:\[|^)rank[=:]?\s?(\d{1,9})\]:?\s?"),
         "torch 2.2 on (c10 logging, excepthook), behind any launcher's prefix; Ray's [rank=107]",
+    ),
+    Mark(
+        re.compile(r"\(PID:\d+, Device:\d+, RankID:(\d{1,9})\)"),
+        "torch_npu, formatErrorCode: Ascend/pytorch#62",
+        word="RankID:",
     ),
 )
 IN_FRONT = (
@@ -214,6 +226,9 @@ _IN_FRONT_WORD = re.compile(r"[Rr]ank|RANK|\[1,")  # what such a line has somewh
 _TASK = re.compile(r"^\s*(\d{1,6}): ")  # srun --label: a rank, where a task is one
 _OF_TORCHRUN = re.compile(r"\[(?:default|trainer)\d+\]:|torch[./]distributed[./](?:elastic|run)")
 _LOCAL = re.compile(r"^\s*(?:\d{1,6}: )?\[(?:default|trainer)\d+\]:")  # torchrun --tee: a local one
+_HOST = re.compile(
+    r"((?!\S*(?:Error|Exception|Interrupt|Exit|Timeout):)[a-z][\w.-]*\d[\w.-]*):\s"
+)  # pdsh
 _LAUNCHED = re.compile(r"\s*((?:\d{1,6}: ?)?\[(?:default|trainer)\d+\]:|\d{1,6}: )")
 _ACTOR = re.compile(r"\((\w+ pid=\d+(?:, ip=[^)\s]+)?)\)")  # of Ray
 _PEELED = re.compile(
@@ -283,9 +298,10 @@ class Speakers:
     def unknown_process(self, line: str) -> tuple[str, str]:
         """Return the process that speaks, of which no rank is known, and what it says.
 
-        It is an actor of Ray, or a local process of torchrun, perhaps with the task of srun.
+        It is an actor of Ray, a local process of torchrun, perhaps with the task of srun, or one of
+        a host.
         """
-        process = _ACTOR.search(line) or _LAUNCHED.match(line)
+        process = _ACTOR.search(line) or _LAUNCHED.match(line) or _HOST.match(line)
         if process is None:
             return "", line
         name = process[1].rstrip(": ")
@@ -327,8 +343,9 @@ class Speakers:
 def _marked(line: str) -> tuple[int | None, str]:
     """(the rank of a mark that a line has, what follows it)."""
     for mark in ANYWHERE:
-        if "rank" in line and (found := mark.pattern.search(line)) is not None:
-            return int(found[1]), line[found.end() :]
+        marked = mark.pattern.search(line) if mark.word in line else None
+        if marked is not None:
+            return int(marked[1]), line[marked.end() :]
     if not _IN_FRONT_WORD.search(line):
         return None, line
     start = 0
@@ -356,7 +373,7 @@ _RECORD = re.compile(
 _POSITION = re.compile(r"\[\d+/\d+\]\s*$")  # tmux, over the end of the first line on the screen
 _BEGUN = (
     (re.compile(r"WorkNCCL\("), re.compile(r"WorkNCCL\(.*timing out")),
-    (re.compile(r"Watchdog caught collective"), re.compile(r"timeout")),
+    (re.compile(r"Watchdog caught"), re.compile(r"caught collective operation timeout:\s*\S")),
     (re.compile(r"\[PG (?:ID|\d)"), re.compile(r"\[PG [^\]]*Rank \d+\]")),
     (re.compile(r"last\s*enqueue", re.IGNORECASE), re.compile(NUMBERS, re.IGNORECASE)),
     (re.compile(r"CollectiveFingerPrint"), re.compile(r"Collectives differ|\.$")),
@@ -376,16 +393,21 @@ def logical_lines(text: str) -> list[str]:
     logical: list[str] = []
     wraps = 0
     last_length = 0
+    is_between_words = False  # whether the line before ends there
     for line in physical:
         is_rest = bool(logical) and wraps < _WRAPS
         if is_rest and _continues(logical[-1], last_length, line, width):
             begun = _POSITION.sub(_CUT, logical[-1].rstrip())
+            # a screen that wraps between words leaves the blank, one that pads leaves many
+            if is_between_words:
+                begun += " "
             logical[-1] = begun + line.rstrip()
             wraps += 1
         else:
             logical += _messages(line)
             wraps = 0
         last_length = len(line)
+        is_between_words = line.endswith(" ") and not line.endswith("  ")
     return logical
 
 

@@ -112,6 +112,11 @@ class Died:
     text: str
 
 
+@dataclass(frozen=True)
+class _Fired:
+    """The watchdog of a rank took its process down; another line names the call."""
+
+
 @dataclass
 class _Speaker:
     """What one rank printed: its calls, (enqueued, completed) by group, what happened to it."""
@@ -121,6 +126,7 @@ class _Speaker:
     group_ranks: dict[str, int] = field(default_factory=dict)
     stack: list[str] = field(default_factory=list)  # of its main thread, innermost first
     events: list[RankEvent] = field(default_factory=list)
+    fired: bool = False  # whether its watchdog took it down, whatever line names the call
 
 
 def op_type(name: str) -> str:
@@ -428,6 +434,10 @@ class _Log:
             self._call(rank, log_lines.call_of(match, text), group)
         elif says is Says.COUNTS and group is not None:
             self._counts(rank, match, text, group)
+        elif says is Says.FAILED and group is not None:
+            self._failed_call(rank, int(match[1]), text, group)
+        elif says is Says.FIRED:
+            self._note(rank, _Fired())
         elif says is Says.NATIVE_STACK:
             self.native = self.calls[rank][-1] if self.calls[rank] else None
         elif says is Says.DIFFER:
@@ -479,10 +489,24 @@ class _Log:
             if known.seq == call.seq and (not call.group or known.group in ("", call.group)):
                 known.group = known.group or call.group
                 known.group_rank = max(known.group_rank, call.group_rank)
+                # a line that was cut has the number alone
+                if not known.kind:
+                    known.kind, known.elements = call.kind, call.elements
+                    known.timeout_ms, known.ran_ms = call.timeout_ms, call.ran_ms
                 known.op = known.op or call.op
                 return
         self.calls[rank].append(call)
         self._note(rank, call)
+
+    def _failed_call(self, rank: int, number: int, text: str, group: re.Match[str]) -> None:
+        """Note the number of a call that timed out, where the line's counters cannot be read."""
+        # the line is cut off in the number: it may have more digits
+        if text.endswith(str(number)):
+            return
+        # the counters say the same, and how far the rank is
+        has_counters = any(says is Says.COUNTS for says, _ in log_grammar.statements(text))
+        if not has_counters:
+            self._call(rank, LoggedCall(number), group)
 
     def _counts(self, rank: int, match: re.Match[str], text: str, group: re.Match[str]) -> None:
         """Note counters; the call that failed is of their group."""
@@ -541,7 +565,11 @@ def _evidence(match: re.Match[str], rank: int | None) -> str:
     text = match[0].strip()[:200]
     if "didn't" in text:
         return f"desync report: {text.removeprefix('desync report: ')}"
-    if rank is not None and ("nccl" in groups or text.startswith("ProcessGroup")):
+    if groups.get("horovod") is not None:
+        return f"Horovod: {groups['horovod']} of a tensor"
+    if groups.get("own") is not None:
+        text = groups["own"].strip()[:200]
+    if rank is not None and ("own" in groups or text.startswith("ProcessGroup")):
         return f"rank {rank}: {text}"
     return text
 
@@ -579,6 +607,7 @@ class _Job:
         """The observation of the last attempt."""
         self._tell_ranks()
         self._settle_groups()
+        self._tell_unlike_sizes()
         self._level()
         groups = self._groups()
         dumps = self._dumps(groups)
@@ -652,27 +681,17 @@ class _Job:
             self.ranks[rank].stack = self.stacks[rank]
         died: list[tuple[int, Died]] = []
         for record in kept:
-            speaker, value = self.ranks[record.rank], record.value
-            if isinstance(value, LoggedCall):
-                self._add_call(speaker, value)
-            elif isinstance(value, _Counts):
-                speaker.counts[value.group] = value.enqueued, value.completed
-                speaker.group_ranks[value.group] = value.group_rank
-            elif isinstance(value, RankEvent):
-                speaker.events.append(value)
-            elif isinstance(value, Differ):
+            value = record.value
+            if isinstance(value, Differ):
                 self.differ.append(value)
-            elif isinstance(value, Raised) and value.handled:
-                kind = "logged" if value.handled == LOGGED else "handled"
-                speaker.events.append(RankEvent(kind, f"{value.text} ({value.handled})"))
-            elif isinstance(value, Raised) and value.kind:
-                speaker.events.append(RankEvent(value.kind, value.text))
-            elif isinstance(value, Raised) and value.says_others_are_gone:
-                self.gone[value.text].append(record.rank)
             elif isinstance(value, Exit):
                 self.exits.append(value)
             elif isinstance(value, Died):
                 died.append((record.rank, value))
+            elif isinstance(value, Raised):
+                self._tell_exception(record.rank, value)
+            else:
+                self._tell_own(self.ranks[record.rank], value)
         self._tell_exits()
         for rank, death in died:
             speaker = self.ranks[rank]
@@ -681,6 +700,29 @@ class _Job:
                 self.evidence.append(f"rank {rank}: {death.text}")
             else:
                 speaker.events.append(RankEvent("killed", death.text))
+
+    def _tell_own(self, speaker: _Speaker, value: object) -> None:
+        """Give a rank what its lines say of its calls, and of what happened to it."""
+        if isinstance(value, LoggedCall):
+            self._add_call(speaker, value)
+        elif isinstance(value, _Counts):
+            speaker.counts[value.group] = value.enqueued, value.completed
+            speaker.group_ranks[value.group] = value.group_rank
+        elif isinstance(value, _Fired):
+            speaker.fired = True
+        elif isinstance(value, RankEvent):
+            speaker.events.append(value)
+
+    def _tell_exception(self, rank: int, raised: Raised) -> None:
+        """Give a rank an exception: as its own, as one that it handled, or as word of others."""
+        events = self.ranks[rank].events
+        if raised.handled:
+            kind = "logged" if raised.handled == LOGGED else "handled"
+            events.append(RankEvent(kind, f"{raised.text} ({raised.handled})"))
+        elif raised.kind:
+            events.append(RankEvent(raised.kind, raised.text))
+        elif raised.says_others_are_gone:
+            self.gone[raised.text].append(rank)
 
     @staticmethod
     def _add_call(speaker: _Speaker, call: LoggedCall) -> None:
@@ -743,6 +785,25 @@ class _Job:
                 last = last_of_call.get(key, call.seq)
                 counters = last, ended
                 speaker.counts.setdefault(call.group, counters)
+
+    def _tell_unlike_sizes(self) -> None:
+        """Show calls of one number and kind, of groups without a name, whose sizes differ."""
+        ranks_of_size: dict[tuple[int, str], dict[int, list[int]]] = {}
+        for rank, speaker in sorted(self.ranks.items()):
+            for call in speaker.calls:
+                is_unnamed = self.descs.get(call.group) == UNNAMED
+                elements = max(call.elements)
+                if is_unnamed and elements >= 0:
+                    sizes = ranks_of_size.setdefault((call.seq, call.op), {})
+                    sizes.setdefault(elements, []).append(rank)
+        for (number, op), sizes in ranks_of_size.items():
+            if len(sizes) < 2:
+                continue
+            parts = [f"{ranks_text(ranks)} with {size}" for size, ranks in sorted(sizes.items())]
+            self.evidence.append(
+                f"{op or 'call'} #{number}: {', '.join(parts)} elements; one call whose sizes "
+                "differ, or calls of groups that the log does not name"
+            )
 
     def _level(self) -> None:
         """Forget of a call what not all of its members print, and share what one alone prints.
@@ -858,7 +919,8 @@ class _Job:
                 name: Status(last, -1, ended) for name, (last, ended) in speaker.counts.items()
             }
             unknown = own.keys() - status.keys()
-            if any(counters.enqueued > counters.completed for counters in status.values()):
+            waits = any(counters.enqueued > counters.completed for counters in status.values())
+            if waits or speaker.fired:
                 # nothing is said against a rank that waits: it came to all calls elsewhere
                 for name in unknown & enqueued.keys():
                     status[name] = Status(enqueued[name], -1, completed[name])

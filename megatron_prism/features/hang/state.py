@@ -67,7 +67,7 @@ def _pipelines(groups: Collection[Group], message_groups: Collection[str]) -> li
     return [group for group in groups if group.name in message_groups]
 
 
-_MAX_UNNAMED = 64  # outstanding calls made up from counters where a dump has no entries
+_MAX_UNNAMED = 64  # oldest outstanding calls that counters tell where a dump has no entries
 _ALL_CALLS = 1 << 61  # the counter of a rank that is taken to have come to all calls of a group
 
 
@@ -426,9 +426,11 @@ class JobState:
             ended = self.last_ended(name, rank)
             if name in recorded_groups or name in self.pairs or issued == _ALL_CALLS:
                 continue
-            before_first = max(ended, issued - _MAX_UNNAMED, 0)
+            # the rank waits in the oldest one, however many it has issued behind it
+            first = max(ended, 0) + 1
+            last = min(issued, first + _MAX_UNNAMED - 1)
             group = self.groups[name]
-            for seq in range(before_first + 1, issued + 1):
+            for seq in range(first, last + 1):
                 call = _unnamed(group, seq)
                 unnamed.append(call)
         return pending.followed_by(unnamed)
