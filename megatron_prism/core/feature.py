@@ -28,8 +28,12 @@ class Feature:
             and their effect.
         renderers: registers the renderers of the feature's results (``core.rendering``).
         launcher: has ``read_line``, which finds the job that a script would start.
-        files: has ``FILE_ANSWERS``: files about which this feature answers for other commands.
+        files: has ``FILE_ANSWERS``: files and words about which this feature answers for other
+            commands.
         comparers: has ``COMPARERS`` and ``JOB_READERS``: values that ``compare`` takes, too.
+        drawn_steps: has ``read_steps``: of programs, words, a machine, a calibration and a seed it
+            makes the steps of a job with other inputs in each iteration (``replay.drawn_steps``),
+            or None where the words say nothing of inputs.
         checks: has ``CHECKS``, what ``prism check`` proves, too (``cli.command.ProgramCheck``).
         fit_sections: has ``FIT_SECTIONS``, what ``prism fit`` says, too (``FitSection`` of the
             feature ``fit``, which a feature with sections uses).
@@ -46,6 +50,7 @@ class Feature:
     launcher: str = ""
     files: str = ""
     comparers: str = ""
+    drawn_steps: str = ""
     checks: str = ""
     fit_sections: str = ""
     rank_files: str = ""

@@ -9,6 +9,7 @@ network.py       calls that share links
 whatif.py        what each field of a WhatIf changes
 replicas.py      more or fewer replicas: calls, the optimizer's work and its memory
 microbatches/    other numbers of microbatches, in the order of Megatron's scheduler
+drawn_steps.py   steps of a job whose inputs differ from iteration to iteration
 layers.py        the iteration of a job with many equal layers, from the job with few
 uncertainty/     how far off an iteration may be, and what an answer says of it
 rates.py         tokens and flops per second, MFU

@@ -51,6 +51,8 @@ def fit(args: argparse.Namespace) -> Answer:
     prism fit DIR --limit 80GB
     prism fit DIR dp=64 microbatches=32     what-ifs, as prism replay has them
     prism fit --limit 80GB torchrun --nnodes 128 --nproc-per-node 8 pretrain_gpt.py <its arguments>
+    prism fit DIR lengths=FILE capture=DIR2 iterations=3000     samples of other lengths, as
+                                            prism uneven has them
     prism fit DIR --class pp=3 --top 20 -o peak.pickle      for pytorch.org/memory_viz
     prism fit DIR --draws 500 --routing zipf:1 [--capacity 1.25]      an MoE job's routing
     prism fit DIR --oom "Tried to allocate 17.58 GiB …"     which request of the job it was

@@ -6,6 +6,7 @@ an iteration one regime of the network.
     distributions.py  quantiles with intervals that cover, fitted distributions
     variability.py    how much calls, computing and hosts vary: published, or measured here
     sampler.py        draws of iterations of the whole world
+    step_draws.py     draws of iterations whose inputs differ from step to step
     predict.py        quantiles, what moves them, where a slow GPU hurts
     report.py         a prediction as a page
     command.py        prism predict

@@ -24,12 +24,15 @@ from megatron_prism.cli.command import (
     option,
 )
 from megatron_prism.cli.output import Answer, console, print_table, steps
+from megatron_prism.core import feature
 from megatron_prism.core.columns import folded
 from megatron_prism.core.units import format_change, format_ns
 
 if TYPE_CHECKING:
+    from megatron_prism.core.programs.program import Programs
     from megatron_prism.features.predict.distributions import Quantile
     from megatron_prism.features.predict.predict import Prediction
+    from megatron_prism.replay.drawn_steps import DrawnSteps
 
 
 def ms(ns: float | None) -> str:
@@ -54,8 +57,12 @@ _INDENT = 11  # of the words behind ``durations: ``
 def show(result: Prediction, verbose: bool) -> None:
     """Print the prediction; ``verbose``: also what every time rests on."""
     _show_head(result)
-    rows = [_quantile_row(quantile, result.steady) for quantile in result.quantiles]
-    print_table(("iteration", "", "over that", "95 % interval of the draws"), rows)
+    steady_ns, over = result.steady, "over that"
+    if result.inputs is not None:
+        over = "over the median step"
+        steady_ns = result.inputs.median_ns
+    rows = [_quantile_row(quantile, steady_ns) for quantile in result.quantiles]
+    print_table(("iteration", "", over, "95 % interval of the draws"), rows)
     for quantile in result.quantiles:
         if quantile.level == 0.95 and quantile.ns is not None:
             console().print("\nwhat moves p95")
@@ -82,6 +89,12 @@ def _show_head(result: Prediction) -> None:
         low = format_ns(round(result.steady_low))
         high = format_ns(round(result.steady_high))
         print(f"                     {low} to {high}, nine times in ten")
+    if result.inputs is not None:
+        median = format_ns(result.inputs.median_ns)
+        for number, line in enumerate(result.inputs.text.splitlines()):
+            label = "" if number else "inputs"
+            print(f"  {label:<19}{line}")
+        print(f"                     {result.inputs.steps:,} different steps, median {median}")
     out.print(
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
     )
@@ -107,6 +120,10 @@ def _what_if_rows(result: Prediction, p95_ns: float) -> list[Row]:
             rows.append(
                 (f"{part} spread {spread:.2g} halved", ms(p95_ns + change), _change(change))
             )
+    if result.inputs is not None:
+        for text, ns in result.inputs.changed.items():
+            change = ns - result.inputs.changed_from
+            rows.append((text, ms(p95_ns + change), _change(change)))
     for index, ns in result.slow.items():
         text = f"one GPU of {result.classes[index]} takes {result.slow_by:g} x as long"
         change = ns - result.slow_from
@@ -120,24 +137,29 @@ def predict(args: argparse.Namespace) -> Answer:
     prism predict DIR
     prism predict DIR --machine h200 --calibration h200x4.json --variability mine.json --seed 1
     prism predict DIR dp=64 host=1.4        what-ifs, as prism replay has them
+    prism predict DIR lengths=FILE capture=DIR2 [iterations=N]
+                                            samples of other lengths, as prism uneven has them
 
     --variability sets how much times vary: fitted to the timed iterations of DIR (the default if it
     has five of them), public (published measurements; otherwise the default), or a file like
     variability/public.json.  --samples is the number of drawn iterations of the whole world, --slow
     the factor by which the one slow GPU computes longer (0.5: half as long).  Calls with samples in
     --calibration vary as these do.  DIR may be the name of a shipped recipe, which is captured now.
-    Samples of different lengths: prism uneven DIR lengths=FILE capture=DIR.
     """
     from megatron_prism.features.predict.predict import predict
 
     programs = what_ifs.open_job(args.programs)
-    priced = what_ifs.priced(
-        programs,
-        args.settings,
-        "predict",
-        machine=args.machine,
-        calibration=args.calibration,
-    )
+    drawn = _drawn_steps(args, programs)
+    if drawn is not None:
+        priced = drawn.priced
+    else:
+        priced = what_ifs.priced(
+            programs,
+            args.settings,
+            "predict",
+            machine=args.machine,
+            calibration=args.calibration,
+        )
     with steps() as progress:
         result = predict(
             priced,
@@ -145,6 +167,7 @@ def predict(args: argparse.Namespace) -> Answer:
             samples=args.samples,
             seed=args.seed,
             slow_by=args.slow,
+            steps=drawn,
             progress=progress,
         )
 
@@ -154,6 +177,18 @@ def predict(args: argparse.Namespace) -> Answer:
 
     rows = [dataclasses.asdict(quantile) for quantile in result.quantiles]
     return Answer(result.to_json, page, lambda: rows, html=result.to_html)
+
+
+def _drawn_steps(args: argparse.Namespace, programs: Programs) -> DrawnSteps | None:
+    """Return the steps that words about inputs say; None: there are no such words."""
+    for module in feature.modules("drawn_steps"):
+        drawn: DrawnSteps | None
+        drawn = module.read_steps(
+            programs, args.settings, args.machine, args.calibration, args.seed
+        )
+        if drawn is not None:
+            return drawn
+    return None
 
 
 _SAMPLES = option(

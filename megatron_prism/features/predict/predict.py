@@ -21,6 +21,7 @@ from megatron_prism.core.programs.program import Programs
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.features.predict.distributions import Quantile, quantile
 from megatron_prism.features.predict.sampler import Sampler
+from megatron_prism.features.predict.step_draws import InputEffect, StepDraws
 from megatron_prism.features.predict.variability import (
     PARTS,
     CallSpread,
@@ -30,6 +31,7 @@ from megatron_prism.features.predict.variability import (
     is_timed,
 )
 from megatron_prism.features.predict.variability import read_variability as shipped
+from megatron_prism.replay.drawn_steps import DrawnSteps
 from megatron_prism.replay.priced_graph import (
     CalibrationLike,
     MachineLike,
@@ -83,6 +85,7 @@ class Prediction:
         classes: Names of the classes in ``slow``.
         variability: The spreads.
         draws: float64 [samples], ns ascending.
+        inputs: What inputs that differ between iterations do; None: all iterations have the same.
     """
 
     steady: int
@@ -106,6 +109,7 @@ class Prediction:
     classes: Mapping[int, str] = field(kw_only=True)
     variability: Variability = field(kw_only=True)
     draws: np.ndarray = field(kw_only=True, repr=False, compare=False)
+    inputs: InputEffect | None = field(default=None, kw_only=True)
 
     def to_json(self) -> dict[str, object]:
         """Return what ``prism predict --json`` prints.
@@ -145,6 +149,7 @@ def predict(
     seed: int = 0,
     levels: Sequence[float] = QUANTILES,
     slow_by: float = 1.2,
+    steps: DrawnSteps | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict the distribution of an iteration's time.
@@ -161,6 +166,8 @@ def predict(
         seed: of the draws.
         levels: which quantiles, between 0 and 1.
         slow_by: how many times as long the slow GPU of the what-ifs computes.
+        steps: of this job with other inputs in each iteration, from which is drawn; ``machine``,
+            ``calibration`` and ``what_if`` are then theirs.
         progress: is told what is being done and which part of it is done, 0 to 1.
 
     Raises:
@@ -170,13 +177,20 @@ def predict(
     if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _MAX_SLOW:
         raise UsageError(f"slow is a factor up to {_MAX_SLOW:,}, quantiles < 1", fix="--slow 1.2")
     priced = programs
+    if steps is not None:
+        priced = steps.priced
     if not isinstance(priced, PricedGraph):
         priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)
     _check(priced)
     spread = _variability(variability, priced.programs)
     calls = _calls(priced)
     sampler = Sampler(priced.timeline, seed, calls.spread)
-    plan = _plan(sampler, spread, samples)
+    draws: Sampler | StepDraws = sampler
+    steps_drawn = 1
+    if steps is not None:
+        draws = StepDraws(sampler, steps)
+        steps_drawn = draws.steps
+    plan = _plan(sampler, spread, samples, steps_drawn)
     done = 0
 
     def count_draws(draws: int) -> None:
@@ -186,19 +200,19 @@ def predict(
             progress("drawing iterations", done / plan.draws(sampler.replicas))
 
     # float64 [iterations, replicas]
-    times_of_replica = sampler.draw(spread, plan.samples, progress=count_draws)
+    times_of_replica = draws.draw(spread, plan.samples, progress=count_draws)
     times = np.sort(times_of_replica.max(axis=1))
     halved: dict[str, float] = {}
     for part in plan.halved_parts:
         half = spread.scaled(part, 0.5)
-        drawn = sampler.draw(half, plan.samples_of_halved, progress=count_draws)
+        drawn = draws.draw(half, plan.samples_of_halved, progress=count_draws)
         halved[part] = p95(drawn.max(axis=1))
 
     # a slow rank is one of the first replica, which is drawn again
     slow: dict[int, float] = {}
     other_replicas = times_of_replica[: plan.samples_of_slow, 1:].max(axis=1, initial=0)
     for index in plan.slow_classes:
-        drawn = sampler.draw(
+        drawn = draws.draw(
             spread,
             plan.samples_of_slow,
             slow={index: slow_by},
@@ -207,6 +221,14 @@ def predict(
         )
         slow[index] = p95(np.maximum(drawn[:, 0], other_replicas))
     between = interval(priced.timeline)
+    halved_from = p95(times_of_replica[: plan.samples_of_halved].max(axis=1))
+    inputs: InputEffect | None = None
+    if isinstance(draws, StepDraws):
+        changed: dict[str, float] = {}
+        for text, durations in draws.changes().items():
+            drawn = draws.draw(spread, plan.samples_of_halved, durations=durations)
+            changed[text] = p95(drawn.max(axis=1))
+        inputs = InputEffect(draws.text, draws.steps, draws.median_ns(), changed, halved_from)
     return Prediction(
         steady=priced.timeline.iteration_ns,
         steady_low=between.low_ns,
@@ -217,7 +239,7 @@ def predict(
         quantiles=tuple(quantile(times, level) for level in levels),
         times=tuple(np.quantile(times, np.linspace(0.005, 0.995, _TIMES)).tolist()),
         halved=halved,
-        halved_from=p95(times_of_replica[: plan.samples_of_halved].max(axis=1)),
+        halved_from=halved_from,
         slow=slow,
         slow_from=p95(times_of_replica[: plan.samples_of_slow].max(axis=1)),
         slow_by=slow_by,
@@ -229,6 +251,7 @@ def predict(
         classes={index: priced.graph.class_name(index) for index in plan.slow_classes},
         variability=spread,
         draws=times,
+        inputs=inputs,
     )
 
 
@@ -293,8 +316,17 @@ class _Plan:
         return self.samples * replicas + halved + slow
 
 
-def _plan(sampler: Sampler, spread: Variability, asked_samples: int | None) -> _Plan:
-    """Plan what is drawn: as much as a minute allows, unless a number is asked for."""
+def _plan(
+    sampler: Sampler, spread: Variability, asked_samples: int | None, steps: int = 1
+) -> _Plan:
+    """Plan what is drawn: as much as a minute allows, unless a number is asked for.
+
+    Args:
+        sampler: Draws the iterations.
+        spread: How much durations vary.
+        asked_samples: Iterations that are asked for; None: none are.
+        steps: How many steps with other inputs the iterations are of.
+    """
     visits_of_draw = max(1, len(sampler.paths.lasts))
     affordable_draws = int(min(_MAX_DRAWS, _MAX_NODES / visits_of_draw))
     samples = asked_samples
@@ -303,7 +335,8 @@ def _plan(sampler: Sampler, spread: Variability, asked_samples: int | None) -> _
     if samples < FEWEST:
         raise UsageError(f"{samples} samples say little", fix="--samples 2000")
     halved_samples = max(_MIN_SAMPLES_OF_WHAT_IF, _DRAWS_OF_WHAT_IF // sampler.replicas)
-    slow_classes = _busiest(sampler)
+    # each class is slow in every step once
+    slow_classes = _busiest(sampler, max(1, _MAX_CLASSES // steps))
     slow_samples = max(_MIN_SAMPLES_OF_WHAT_IF, affordable_draws // 8 // len(slow_classes))
     # a host that is never late cannot vary less
     parts = list(PARTS)
@@ -318,12 +351,12 @@ def _plan(sampler: Sampler, spread: Variability, asked_samples: int | None) -> _
     )
 
 
-def _busiest(sampler: Sampler) -> list[int]:
-    """Return the 64 classes that compute longest, ascending."""
+def _busiest(sampler: Sampler, most: int) -> list[int]:
+    """Return the classes that compute longest, at most this many, ascending."""
     class_count = len(sampler.members)
-    ns_of_row = np.bincount(sampler.paths.row, sampler.paths.lasts, minlength=class_count)
+    ns_of_row = np.bincount(sampler.paths.structure.row, sampler.paths.lasts, minlength=class_count)
     longest_first = np.argsort(-ns_of_row[:class_count], kind="stable")
-    return sorted(longest_first[:_MAX_CLASSES].tolist())
+    return sorted(longest_first[:most].tolist())
 
 
 def p95(times: np.ndarray) -> float:

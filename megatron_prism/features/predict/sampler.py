@@ -22,10 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_prism.core.world import World
 from megatron_prism.features.predict.distributions import Distribution, largest
 from megatron_prism.features.predict.variability import CallSpread, Variability
 from megatron_prism.graph import loops
@@ -56,11 +58,30 @@ def replicas(graph: WorldGraph) -> Replicas:
     etp = world.tp if world.etp is None else world.etp
     ranks_of_stage = math.lcm(world.tp * world.cp, etp * world.ep)
     count = max(1, world.size // (world.pp * ranks_of_stage))
+    class_count = len(graph.classes)
+    copies = replica_of_ranks(world, np.arange(world.size), ranks_of_stage)
+    cells = np.bincount(graph.classes.of * count + copies, minlength=class_count * count)
+    ranks_of_copy = cells.reshape(class_count, count)
     # copies that are not alike: the whole world waits for all of itself
-    if any(ranks % count for ranks in graph.classes.counts):
+    if np.ptp(ranks_of_copy, axis=1).any():
         count = 1
     members = tuple(ranks // count for ranks in graph.classes.counts)
     return Replicas(count, ranks_of_stage, members)
+
+
+def replica_of_ranks(world: World, ranks: np.ndarray, ranks_of_stage: int) -> np.ndarray:
+    """Say in which copy of the model ranks are, int64.
+
+    Args:
+        world: The world of the ranks.
+        ranks: int64, of any stages.
+        ranks_of_stage: Ranks of one pipeline stage of one copy.
+    """
+    tp = np.asarray(world._along("tp", ranks))
+    cp = np.asarray(world._along("cp", ranks))
+    dp = np.asarray(world._along("dp", ranks))
+    copies: np.ndarray = (tp + world.tp * (cp + world.cp * dp)) // ranks_of_stage
+    return copies
 
 
 LANES = 512  # a power of two
@@ -88,34 +109,47 @@ class OwnFactors:
 
 
 @dataclass(frozen=True)
-class Paths:
-    """Nodes in an order in which predecessors come first, and how much later each of them ends.
-
-    Later than in the replay, that is, and kept as float32: nothing is rounded where nothing varies.
+class Structure:
+    """Nodes in an order in which predecessors come first, whatever time they take.
 
     Attributes:
-        lasts: float64 [n] ns.
         row: int64 [n], which factor a node takes: its class; the number of classes for meetings;
             that, one and its class for the host's time.
         node: int64 [n], the node of the IssueGraph.
         slot: int64 [n], where its end is kept.
         start: int64 [n + 1], the first of each node's edges.
         before: int64 [edges], slots of predecessors.
-        spare: float32 [edges] ns, by how much the predecessor may be late without delaying the
-            node.
+        before_node: int64 [edges], the predecessors as nodes of the IssueGraph.
         ends: uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither.
-        margin: float32 [n] ns, of ``ends``: by how much it may be late without being the end.
-        steady: ns of the last iteration where nothing varies.
     """
 
-    lasts: np.ndarray
     row: np.ndarray
     node: np.ndarray
     slot: np.ndarray
     start: np.ndarray
     before: np.ndarray
-    spare: np.ndarray
+    before_node: np.ndarray
     ends: np.ndarray
+
+
+@dataclass(frozen=True)
+class Paths:
+    """How much later each node ends than in the replay.
+
+    Lateness is kept as float32: nothing is rounded where nothing varies.
+
+    Attributes:
+        structure: The order of the nodes.
+        lasts: float64 [n] ns.
+        spare: float32 [edges] ns, by how much the predecessor may be late without delaying the
+            node.
+        margin: float32 [n] ns, of ``ends``: by how much it may be late without being the end.
+        steady: ns of the last iteration where nothing varies.
+    """
+
+    structure: Structure
+    lasts: np.ndarray
+    spare: np.ndarray
     margin: np.ndarray
     steady: int
 
@@ -142,7 +176,8 @@ class Paths:
         lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
         late = np.zeros((blocks, LANES), np.float32)
 
-        slot_count = int(self.slot.max(initial=0)) + 1
+        structure = self.structure
+        slot_count = int(structure.slot.max(initial=0)) + 1
         blocks_of_replica = max(1, lanes_of_replica // LANES)
         lasts = self.lasts.astype(np.float32)
         share = own.share.astype(np.float32)
@@ -155,12 +190,12 @@ class Paths:
                 return
             run(
                 lasts,
-                self.row,
-                self.slot,
-                self.ends,
+                structure.row,
+                structure.slot,
+                structure.ends,
                 self.margin,
-                self.start,
-                self.before,
+                structure.start,
+                structure.before,
                 self.spare,
                 share,
                 table,
@@ -291,7 +326,7 @@ def build(dag: IssueGraph, durations: np.ndarray, classes: int) -> Paths:
         durations: int64 [nodes] ns that nodes take in the replay.
         classes: How many classes there are.
     """
-    begin, end = timeline.evaluate(dag, durations)
+    begin, _ = timeline.evaluate(dag, durations)
     edge_counts = np.diff(dag.start)
     nodes = np.arange(len(dag))
     is_point = (dag.kind == JOIN) & (edge_counts == 1)
@@ -315,19 +350,40 @@ def build(dag: IssueGraph, durations: np.ndarray, classes: int) -> Paths:
     awaited_within = before[dag.iteration[before] == dag.iteration[reader]]
     is_no_end = np.isin(order, awaited_within) | (iterations_back[order] > 1)
     ends = np.where(is_no_end, 0, 2 - iterations_back[order])
-    last_end = [int(end[order[ends == which]].max(initial=0)) for which in (0, 1, 2)]
 
     owner = dag.owner[order].astype(np.int64)
     row_of_owner = owner + (classes + 1) * (dag.kind[order] >= LEAD)
-    return Paths(
-        lasts=durations[order].astype(np.float64),
+    structure = Structure(
         row=np.where(owner < 0, classes, row_of_owner),
         node=order,
         slot=slot[order],
         start=start,
         before=slot[before],
-        spare=(begin[reader] - end[before]).astype(np.float32),
+        before_node=before,
         ends=ends.astype(np.uint8),
+    )
+    return with_durations(structure, dag, durations)
+
+
+def with_durations(structure: Structure, dag: IssueGraph, durations: np.ndarray) -> Paths:
+    """Return the paths of a graph whose nodes take these times.
+
+    The order of the nodes is one of any times, as predecessors come first in it.
+
+    Args:
+        structure: Of the graph.
+        dag: The graph.
+        durations: int64 [nodes] ns that nodes take in the replay.
+    """
+    begin, end = timeline.evaluate(dag, durations)
+    order = structure.node
+    ends = structure.ends
+    reader = np.repeat(order, np.diff(structure.start))
+    last_end = [int(end[order[ends == which]].max(initial=0)) for which in (0, 1, 2)]
+    return Paths(
+        structure=structure,
+        lasts=durations[order].astype(np.float64),
+        spare=(begin[reader] - end[structure.before_node]).astype(np.float32),
         margin=(np.array(last_end)[ends] - end[order]).astype(np.float32),
         steady=last_end[2] - last_end[1],
     )
@@ -370,6 +426,7 @@ _NETWORK = (1 << 40) + 1
 _TABLE = (1 << 40) + 2
 _HOSTS = (1 << 40) + 3
 _SEED_OF_REPLICA = 1_000_003  # times the number of a replica
+_SEED_OF_STEP = 1 << 62  # times the number of a step, above all seeds that one may ask for
 _Curve = tuple[np.ndarray, np.ndarray]  # standard normal scores, values
 # kinds of own factors; those of sampled calls follow
 _CALL = 0
@@ -390,6 +447,9 @@ class _Table:
     deviations: np.ndarray
 
 
+_NO_TABLE = _Table(None, np.zeros((0, LANES), np.float32))
+
+
 class Sampler:
     """Draws iterations.  The same seed gives the same draws.
 
@@ -408,6 +468,13 @@ class Sampler:
         seed: int = 0,
         calls: CallSpread | None = None,
     ) -> None:
+        """Prepare to draw.
+
+        Args:
+            timeline: Of one or more iterations.
+            seed: Of the draws.
+            calls: Distributions of calls that were sampled.
+        """
         self.timeline = timeline
         self.graph = timeline.graph
         self.seed = seed
@@ -416,12 +483,12 @@ class Sampler:
         self.replicas = copies.count
         self.members = copies.members
         self._ranks_of_stage = copies.ranks_of_stage
-        self._table = _Table(None, np.zeros((ROWS, LANES), np.float32))
+        self._table = _NO_TABLE
         self.paths = build(timeline.dag, timeline.durations, len(self.members))
 
         # each node's distribution: place in ``shapes``
-        is_meeting = self.paths.row == len(self.members)
-        call_of_meeting = timeline.dag.op[self.paths.node[is_meeting]]
+        is_meeting = self.paths.structure.row == len(self.members)
+        call_of_meeting = timeline.dag.op[self.paths.structure.node[is_meeting]]
         self.kind = np.where(is_meeting, _CALL, _SEGMENT)
         if calls is not None:
             kind_of_call = np.where(calls.kind >= 0, calls.kind + _FIRST_SAMPLED, _CALL)
@@ -429,6 +496,20 @@ class Sampler:
         # meetings of groups that have members in several replicas
         self.crossing = np.zeros(len(is_meeting), dtype=bool)
         self.crossing[is_meeting] = self.graph.calls_where(self._crosses)[call_of_meeting]
+
+    def of_step(self, durations: np.ndarray, number: int) -> Sampler:
+        """Return a sampler of the same job whose nodes take other times, with draws of its own.
+
+        Args:
+            durations: int64 [nodes], ns.
+            number: Of the step; draws of unlike numbers are independent.
+        """
+        other = copy(self)
+        other.seed = _SEED_OF_STEP * (number + 1) + self.seed
+        dag = self.timeline.dag
+        other.paths = with_durations(self.paths.structure, dag, durations)
+        other._table = _NO_TABLE
+        return other
 
     @property
     def hosted(self) -> bool:
@@ -438,7 +519,7 @@ class Sampler:
     @property
     def _is_host(self) -> np.ndarray:
         """Whether each node is the time of a host."""
-        return self.paths.row > len(self.members)
+        return self.paths.structure.row > len(self.members)
 
     def draw(
         self,
@@ -545,8 +626,5 @@ class Sampler:
         if kind.is_pair or self.replicas == 1:
             return False
         world = self.graph.programs.world
-        tp = np.asarray(world._along("tp", kind.ranks))
-        cp = np.asarray(world._along("cp", kind.ranks))
-        dp = np.asarray(world._along("dp", kind.ranks))
-        replica_of_rank = (tp + world.tp * (cp + world.cp * dp)) // self._ranks_of_stage
-        return bool(np.ptp(replica_of_rank) > 0)
+        copies = replica_of_ranks(world, kind.ranks, self._ranks_of_stage)
+        return bool(np.ptp(copies) > 0)

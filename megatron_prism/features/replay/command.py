@@ -17,8 +17,10 @@ from megatron_prism.cli.command import (
     file_option,
     option,
 )
+from megatron_prism.cli.file_answers import answer_about_files
 from megatron_prism.cli.job_slices import timeline_note
 from megatron_prism.cli.output import Answer, Row
+from megatron_prism.core.errors import UsageError
 
 
 def replay(args: argparse.Namespace) -> Answer:
@@ -46,9 +48,24 @@ def replay(args: argparse.Namespace) -> Answer:
       network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:4:
                                 also the links above leaf switches, a fourth as many (4 to 1
                                 oversubscribed); network=none: no sharing, whatever the recipe says
+      lengths=FILE capture=DIR  samples of other lengths in each of many iterations, as prism
+                                uneven has them: step times, and which dp rank waits for which
       microbatches=32           captured steps in the order of Megatron's scheduler
     """
-    how = {"machine": args.machine, "calibration": args.calibration, "iterations": args.iterations}
+    answer = answer_about_files("replay", args, [args.programs], [args.settings])
+    if answer is not None:
+        return answer
+    if (args.iterations or 0) > _MOST_ITERATIONS:
+        raise UsageError(
+            f"--iterations {args.iterations:,} of one kind: the last one is shown, and later ones "
+            "are like it",
+            fix="--iterations 2 is settled",
+        )
+    how = {
+        "machine": args.machine,
+        "calibration": args.calibration,
+        "iterations": args.iterations or _ITERATIONS,
+    }
     programs = what_ifs.open_job(args.programs)
     timeline = what_ifs.priced(programs, args.settings, "replay", **how).timeline
     note = what_ifs.machine_note(programs, args.machine)
@@ -65,6 +82,9 @@ def replay(args: argparse.Namespace) -> Answer:
     )
 
 
+_MOST_ITERATIONS = 100  # of which the last is shown
+_ITERATIONS = 2  # one behind another: settled
+
 COMMANDS = {
     "replay": Command(
         replay,
@@ -75,10 +95,10 @@ COMMANDS = {
             CALIBRATION,
             option(
                 "iterations",
-                arguments.count(1, 100, "--iterations 2 is settled"),
+                arguments.count(1, 1_000_000, "--iterations 2 is settled"),
                 "N",
-                "number of iterations in a row, of which the last is shown",
-                default=2,
+                "number of iterations in a row, of which the last is shown (2); with lengths= "
+                "how many are drawn (200)",
             ),
             file_option("--html", "page to write, for any browser"),
             file_option("--trace", "trace to write, for ui.perfetto.dev"),

@@ -2,4 +2,10 @@
 
 from megatron_prism.core.feature import Feature
 
-FEATURE = Feature(command="command", uses="hang", api={"uneven": "uneven:uneven"})
+FEATURE = Feature(
+    command="command",
+    files="drawn_words",
+    drawn_steps="drawn_words",
+    uses="hang",
+    api={"uneven": "uneven:uneven"},
+)

@@ -7,13 +7,14 @@ and its text and JSON.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.units import (
     counted,
@@ -30,11 +31,20 @@ from megatron_prism.features.uneven.packed_data import DataJob, read_index
 from megatron_prism.features.uneven.rank_programs import Sources
 from megatron_prism.features.uneven.run_memory import RunMemory, run_memory
 from megatron_prism.features.uneven.samples import Batches, draw, listed, read_law
-from megatron_prism.features.uneven.step_times import StepTimes, step_times
+from megatron_prism.features.uneven.step_times import StepTimes, deal_fairly, step_times
+from megatron_prism.replay.drawn_steps import DrawnSteps
 
 DEFAULT_ITERATIONS = 200
 # settings of a job whose data loader masks documents from each other
 _MASKS = ("dataloader_inter_document_masking", "sft")
+
+
+class RunPart(enum.Enum):
+    """What is written of a run."""
+
+    ALL = "all"
+    TIMES = "times"
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True)
@@ -124,24 +134,98 @@ def examine_run(
     assert captures is not None  # the command makes them
     calls = examine_batches(sources, batches)
     attends_across = batches.is_packed and not _masks_documents(captures)
-    if calls.outcome.stops:
+    # without times: the job stops, or one capture alone says nothing of other lengths
+    if calls.outcome.stops or not _is_enough(captures, batches):
         return DrawnRun(batches, calls, None, attends_across=attends_across)
-    captured = sorted(captures.by_length)
-    if batches.is_packed and 1 < len(captured) < 3:
-        raise UsageError(
-            "two captures do not say what attention takes, which packed documents have less of",
-            fix="a third length: capture=DIR",
-        )
-    if len(captured) < 2:
-        return DrawnRun(batches, calls, None, attends_across=attends_across)
-    # the kernels of this job take whole samples, whatever documents are in these
-    attended = batches
-    if attends_across:
-        attended = batches.of_one_document()
+    attended = _attended(captures, batches)
     curves = make_curves(captures, machine, calibration)
     times = step_times(curves, attended)
     memory = run_memory(captures, attended, limit)
     return DrawnRun(batches, calls, times, memory, attends_across)
+
+
+def _is_enough(captures: LengthCaptures, batches: Batches) -> bool:
+    """Whether captures say what other lengths take.
+
+    Raises:
+        UsageError: Samples are packed, and there are two captures.
+    """
+    count = len(captures.by_length)
+    if batches.is_packed and count == 2:
+        raise UsageError(
+            "two captures do not say what attention takes, which packed documents have less of",
+            fix="a third length: capture=DIR",
+        )
+    return count > 1
+
+
+def _attended(captures: LengthCaptures, batches: Batches) -> Batches:
+    """Return the samples as the kernels of the job take them.
+
+    Kernels of a job that does not mask documents from each other take whole samples, whatever
+    documents are in these.
+    """
+    if batches.is_packed and not _masks_documents(captures):
+        return batches.of_one_document()
+    return batches
+
+
+def steps_of_run(
+    sources: Sources,
+    batches: Batches,
+    machine: str | None = None,
+    calibration: str | None = None,
+) -> DrawnSteps:
+    """Make the steps of a run, from which a prediction draws.
+
+    Args:
+        sources: Where programs come from, with captures at several lengths.
+        batches: The samples.
+        machine: As of ``price``.
+        calibration: As of ``price``.
+
+    Raises:
+        UsageError: There is one capture alone, or samples are packed and there are two.
+        ProgramError: The job stops with these samples.
+        PrismError: As ``examine_iterations`` and ``make_curves``.
+    """
+    captures = sources.lengths
+    assert captures is not None  # batches are of lengths
+    if not _is_enough(captures, batches):
+        raise UsageError(
+            "one capture does not say how long other samples take",
+            fix="capture=DIR of the job at another --seq-length",
+        )
+    calls = examine_batches(sources, batches)
+    if calls.outcome.stops:
+        smallest = " ".join(map(str, calls.outcome.smallest))
+        raise ProgramError(
+            f"the job stops in iteration {calls.iteration}, with {smallest}",
+            fix="prism uneven with the same words says where",
+        )
+    attended = _attended(captures, batches)
+    samples = DrawnRun(batches, calls, None, attends_across=attended is not batches)
+    curves = make_curves(captures, machine, calibration)
+    mean_tokens, mean_squares = attended.mean_samples(attended.tokens.shape[1:])
+    alike_ns = curves.nodes_at(mean_tokens, mean_squares)
+
+    def durations_of(step: int) -> np.ndarray:
+        return curves.nodes_at(attended.tokens[step], attended.squares[step])
+
+    def dealt_durations_of(step: int) -> np.ndarray:
+        dealt = deal_fairly(curves, attended.tokens[step], attended.squares[step])
+        return curves.nodes_at(*dealt)
+
+    return DrawnSteps(
+        priced=curves.priced,
+        count=len(batches),
+        durations=durations_of,
+        changed={
+            "all samples of the mean length": lambda _: alike_ns,
+            "the same microbatches, dealt by their work": dealt_durations_of,
+        },
+        text="\n".join(_lines_of_samples(samples)),
+    )
 
 
 def _masks_documents(captures: LengthCaptures) -> bool:
@@ -151,40 +235,58 @@ def _masks_documents(captures: LengthCaptures) -> bool:
 
 
 # -- forms -----------------------------------------------------------------------------------------
-def to_text(run: DrawnRun) -> str:
-    """Write it for a terminal, behind what is said of calls."""
-    batches = run.batches
-    iterations, dp, microbatches = batches.tokens.shape
-    lines = [
-        f"samples       {counted(iterations, 'iteration')} of {counted(dp, 'dp rank')} x "
-        f"{counted(microbatches, 'microbatch')}, {batches.source}"
-    ]
-    if batches.is_packed:
-        squares_of_one = batches.tokens.astype(float) ** 2
-        attended = float(batches.squares.mean() / squares_of_one.mean())
-        share = f"they attend to {format_percent(attended)} of what samples of one document would"
-        if run.attends_across:
-            lines += [
-                "              packed documents: the job attends across them, so figures are those "
-                "of samples of one document",
-                f"              masked (--dataloader-inter-document-masking, --sft) {share}",
-            ]
-        else:
-            lines.append(f"              packed documents: {share}")
-    else:
-        shortest = int(batches.tokens.min())
-        longest = int(batches.tokens.max())
-        lines.append(f"              {shortest:,} to {longest:,} tokens")
+def to_text(run: DrawnRun, part: RunPart = RunPart.ALL) -> str:
+    """Write it for a terminal, behind what is said of calls.
+
+    Args:
+        run: What comes of the samples.
+        part: What is written of it.
+    """
+    iterations = len(run.batches)
+    first_line, *more = _lines_of_samples(run)
+    lines = [f"samples       {first_line}"]
+    lines += [f"              {line}" for line in more]
     lines.append(f"calls         {run.calls.distinct} different iterations examined, all match")
     if run.times is None:
-        lines.append("step time     not known: capture=DIR of the job at other lengths")
+        unknown = "memory" if part is RunPart.MEMORY else "step time"
+        lines.append(f"{unknown:<14}not known: capture=DIR of the job at other lengths")
         return "\n".join(lines)
-    lines += _lines_of_times(run.times)
+    if part is not RunPart.MEMORY:
+        lines += _lines_of_times(run.times)
+    if part is RunPart.TIMES:
+        return "\n".join(lines)
     if run.memory is None:
         lines.append("memory        not known: captures on tier meta record it")
     else:
         lines += _lines_of_memory(run.memory, iterations)
     return "\n".join(lines)
+
+
+def _lines_of_samples(run: DrawnRun) -> list[str]:
+    """Write which samples there are."""
+    batches = run.batches
+    iterations, dp, microbatches = batches.tokens.shape
+    lines = [
+        f"{counted(iterations, 'iteration')} of {counted(dp, 'dp rank')} x "
+        f"{counted(microbatches, 'microbatch')}, {batches.source}"
+    ]
+    if not batches.is_packed:
+        shortest = int(batches.tokens.min())
+        longest = int(batches.tokens.max())
+        lines.append(f"{shortest:,} to {longest:,} tokens")
+        return lines
+    squares_of_one = batches.tokens.astype(float) ** 2
+    attended = float(batches.squares.mean() / squares_of_one.mean())
+    share = f"they attend to {format_percent(attended)} of what samples of one document would"
+    if run.attends_across:
+        lines += [
+            "packed documents: the job attends across them, so figures are those of samples of one "
+            "document",
+            f"masked (--dataloader-inter-document-masking, --sft) {share}",
+        ]
+    else:
+        lines.append(f"packed documents: {share}")
+    return lines
 
 
 def _lines_of_memory(memory: RunMemory, iterations: int) -> list[str]:
@@ -230,10 +332,11 @@ def _lines_of_memory(memory: RunMemory, iterations: int) -> list[str]:
         # those that were not added up may exceed it, too
         if failures == examined < iterations:
             at_least = "at least "
+        once_in = round(iterations / failures)
         lines.append(
             f"              tensors alone exceed {limit} in {at_least}{failures:,} of "
-            f"{iterations:,} iterations, first in iteration {first}, from samples of "
-            f"{memory.shortest_failing:,} tokens on"
+            f"{iterations:,} iterations (once in {once_in:,}), first in iteration {first}, from "
+            f"samples of {memory.shortest_failing:,} tokens on"
         )
     else:
         lines.append(f"              tensors alone exceed {limit} in none of them")

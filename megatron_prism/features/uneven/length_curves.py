@@ -24,7 +24,7 @@ from megatron_prism.core.programs.program import Program
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures, sequence_length
 from megatron_prism.features.uneven.samples import Batches
 from megatron_prism.graph.issue_graph import MEET
-from megatron_prism.replay.priced_graph import WhatIf, price
+from megatron_prism.replay.priced_graph import PricedGraph, WhatIf, price
 from megatron_prism.replay.timeline import Timeline, durations_of
 from megatron_prism.replay.whatif import Edit
 
@@ -60,7 +60,7 @@ class LengthCurves:
 
     Attributes:
         lengths: Tokens of a sample of each capture, ascending.
-        timeline: Of the job's own capture, in which dp ranks are classes of their own.
+        priced: The job's own capture, in which dp ranks are classes of their own.
         durations: int64 [lengths, nodes], ns.
         dp: int64 [nodes], the dp rank; of a call that several share, any of them.
         microbatch: int64 [nodes]; -1: none, such nodes do not depend on lengths.
@@ -68,11 +68,16 @@ class LengthCurves:
     """
 
     lengths: tuple[int, ...]
-    timeline: Timeline
+    priced: PricedGraph
     durations: np.ndarray
     dp: np.ndarray
     microbatch: np.ndarray
     shared: SharedCalls
+
+    @property
+    def timeline(self) -> Timeline:
+        """When everything happens in the job's own capture."""
+        return self.priced.timeline
 
     def nodes_at(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
         """Give the duration of every node in an iteration, int64 [nodes], ns.
@@ -203,16 +208,18 @@ def make_curves(
     for dp_rank in range(world.dp):
         edits.append(Edit(ranks=world.select(f"dp={dp_rank}")))
     apart = WhatIf(edits=tuple(edits))
-    timelines: dict[int, Timeline] = {}
+    priced_of_length: dict[int, PricedGraph] = {}
     for length in lengths:
         programs = captures.by_length[length]
-        priced = price(programs, machine=machine, calibration=calibration, what_if=apart)
-        timelines[length] = priced.timeline
+        priced_of_length[length] = price(
+            programs, machine=machine, calibration=calibration, what_if=apart
+        )
     usual = sequence_length(captures.captured)
-    timeline = timelines[usual]
+    priced = priced_of_length[usual]
+    timeline = priced.timeline
     rows: list[np.ndarray] = []
     for length in lengths:
-        other = timelines[length]
+        other = priced_of_length[length].timeline
         if not np.array_equal(other.dag.before, timeline.dag.before):
             raise ProgramError(
                 f"with {length} tokens other ops wait for each other than with {usual}",
@@ -223,7 +230,7 @@ def make_curves(
     dp, microbatch, shared = _owners_of_nodes(captures, timeline)
     if timeline.graph.programs.source.get("tier") in _MEASURED_TIERS:
         durations = _without_noise(timeline, durations, microbatch)
-    return LengthCurves(lengths, timeline, durations, dp, microbatch, shared)
+    return LengthCurves(lengths, priced, durations, dp, microbatch, shared)
 
 
 def _without_noise(timeline: Timeline, durations: np.ndarray, microbatch: np.ndarray) -> np.ndarray:

@@ -113,10 +113,7 @@ def step_times(curves: LengthCurves, batches: Batches) -> StepTimes:
             last_count[is_last] += 1
 
         # the same microbatches, each dp rank with as much work
-        work = _work_of_microbatches(curves, tokens, squares)
-        order = fair_deal(work)
-        dealt_tokens = _in_order(tokens, order)
-        dealt_squares = _in_order(squares, order)
+        dealt_tokens, dealt_squares = deal_fairly(curves, tokens, squares)
         balanced_step = _evaluate(curves, dealt_tokens, dealt_squares)
         balanced_ns[iteration] = balanced_step.ns
 
@@ -217,6 +214,24 @@ def _work_of_microbatches(
     weights = polynomial_weights(curves.lengths, tokens, squares)
     work: np.ndarray = np.tensordot(work_at_lengths, weights, axes=1)
     return work
+
+
+def deal_fairly(
+    curves: LengthCurves, tokens: np.ndarray, squares: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Deal the microbatches of an iteration so that each dp rank has equal work.
+
+    Args:
+        curves: Durations at all lengths.
+        tokens: int64 [dp, microbatches].
+        squares: float64 [dp, microbatches], as in ``Batches``.
+
+    Returns:
+        Both, dealt.
+    """
+    work = _work_of_microbatches(curves, tokens, squares)
+    order = fair_deal(work)
+    return _in_order(tokens, order), _in_order(squares, order)
 
 
 def fair_deal(work: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ In : programs of equal ranks, and words that say what some ranks get.  Out: ``Un
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_prism.cli import arguments, what_ifs
@@ -119,6 +119,54 @@ class UnevenResult:
         return _rows(self.outcome)
 
 
+@dataclass(frozen=True)
+class Question:
+    """What the words ask.
+
+    Attributes:
+        sources: Where programs come from.
+        inputs: What ranks get.
+        ranges: Of what is drawn.
+        batches: Samples of a run; None: no run is asked for.
+        iterations: That are asked for; None: nobody says how many.
+        seed: Of the draws; None: nobody says.
+    """
+
+    sources: Sources
+    inputs: Sequence[UnevenInput]
+    ranges: Sequence[InputRange]
+    batches: Batches | None
+    iterations: int | None
+    seed: int | None
+
+
+def read_question(captured: Programs, words: Sequence[str]) -> Question:
+    """Read the words of the command.
+
+    Args:
+        captured: Of a job whose ranks all get the same.
+        words: As of ``uneven``.
+
+    Raises:
+        UsageError: Words that do not go together, or name no ranks.
+        PrismError: Captures cannot be had.
+    """
+    asked = _read(words)
+    drawn_file = _drawn_file(asked)
+    inputs, ranges = _inputs(asked, captured.world, drawn_file)
+    captures = [open_programs(path) for path in asked.captures]
+    lengths = None
+    if InputKind.LENGTHS in asked.inputs:
+        lengths = LengthCaptures(captured, captures)
+    elif captures:
+        raise UsageError("capture= without lengths=", fix="lengths=dp=1:4096,2048")
+    batches = None
+    if lengths is not None and not ranges:
+        batches = _batches(asked, drawn_file, inputs, lengths)
+    sources = Sources(captured, what_ifs.with_microbatches, open_programs, lengths)
+    return Question(sources, inputs, ranges, batches, asked.iterations, asked.seed)
+
+
 def uneven(
     captured: Programs,
     words: Sequence[str],
@@ -142,21 +190,16 @@ def uneven(
         UsageError: Words that do not go together, or name no ranks.
         PrismError: Programs of the inputs cannot be had.
     """
-    given = _read(words)
-    drawn_file = _drawn_file(given)
-    inputs, ranges = _inputs(given, captured.world, drawn_file)
-    captures = [open_programs(path) for path in given.captures]
-    lengths = None
-    if InputKind.LENGTHS in given.inputs:
-        lengths = LengthCaptures(captured, captures)
-    elif captures:
-        raise UsageError("capture= without lengths=", fix="lengths=dp=1:4096,2048")
-    sources = Sources(captured, what_ifs.with_microbatches, open_programs, lengths)
-    batches = None
-    if lengths is not None and not ranges:
-        batches = _batches(given, drawn_file, inputs, lengths)
-    if batches is not None:
-        run = drawn.examine_run(sources, batches, machine, calibration, limit)
+    return answer_question(read_question(captured, words), machine, calibration, limit)
+
+
+def answer_question(
+    question: Question, machine: str | None, calibration: str | None, limit: int
+) -> UnevenResult:
+    """Answer what ``read_question`` read; arguments and errors as of ``uneven``."""
+    sources = question.sources
+    if question.batches is not None:
+        run = drawn.examine_run(sources, question.batches, machine, calibration, limit)
         # what stops the job comes before how long its steps take
         if run.calls.outcome.stops:
             return UnevenResult(run.calls)
@@ -167,10 +210,12 @@ def uneven(
         if value:
             fix = "lengths=FILE iterations=200"
             raise UsageError(f"{flag} is of a run of drawn batches", fix=fix)
+    inputs, ranges = question.inputs, question.ranges
     if ranges:
-        iterations = given.iterations or drawn.DEFAULT_ITERATIONS
-        return UnevenResult(None, search(sources, inputs, ranges, iterations, given.seed or 0))
-    if given.iterations is not None:
+        iterations = question.iterations or drawn.DEFAULT_ITERATIONS
+        seed = question.seed or 0
+        return UnevenResult(None, search(sources, inputs, ranges, iterations, seed))
+    if question.iterations is not None:
         raise UsageError("iterations= without lengths=", fix="lengths=dp=1:4096,2048")
     return UnevenResult(examine_iterations(sources, inputs))
 
@@ -178,7 +223,7 @@ def uneven(
 # -- words -----------------------------------------------------------------------------------------
 def _read(words: Sequence[str]) -> _Words:
     """Read the words; UsageError if there is no input among them."""
-    readers: dict[str, arguments.Reader] = dict.fromkeys(_KEYS, arguments.name)
+    readers: dict[str, Callable[[str], object]] = dict.fromkeys(_KEYS, arguments.name)
     readers[_ITERATIONS] = arguments.count(1, 1_000_000, "iterations=200")
     readers[_SEED] = arguments.count(0, 1 << 62, "seed=1")
     values = arguments.read(words, readers, "uneven", several=_KEYS)
@@ -187,6 +232,20 @@ def _read(words: Sequence[str]) -> _Words:
         raise UsageError("no rank gets another input", fix="prism uneven DIR microbatches=dp=1:3")
     captures = values.get(_CAPTURE, [])
     return _Words(inputs, captures, values.get(_ITERATIONS), values.get(_SEED))
+
+
+def draws_lengths(words: Sequence[str]) -> bool:
+    """Say whether words name a file from which lengths are drawn, so that a seed decides them."""
+    for word in words:
+        key, _, text = word.partition("=")
+        if key == InputKind.LENGTHS.value and _is_drawn_file(text):
+            return not text.endswith(".idx")
+    return False
+
+
+def _is_drawn_file(text: str) -> bool:
+    """Say whether a value of ``lengths=`` is a file that does not list lengths in their order."""
+    return os.path.isfile(text) and (text.endswith(".idx") or not holds_lists(text))
 
 
 def _drawn_file(words: _Words) -> str:
@@ -198,7 +257,7 @@ def _drawn_file(words: _Words) -> str:
     lengths = words.inputs.get(InputKind.LENGTHS, [])
     files: list[str] = []
     for text in lengths:
-        if os.path.isfile(text) and (text.endswith(".idx") or not holds_lists(text)):
+        if _is_drawn_file(text):
             files.append(text)
     if not files:
         return ""

@@ -6,15 +6,15 @@ import json
 
 import numpy as np
 import pytest
-from helpers.programs import DP, EP, PP
+from helpers.uneven_worlds import LENGTHS_VARY as VARIES
+from helpers.uneven_worlds import LENGTHS_WORLD as WORLD
+from helpers.uneven_worlds import MICROBATCHES
+from helpers.uneven_worlds import length_job as job
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.jobs import job_settings
-from megatron_prism.core.programs.ops import Op
-from megatron_prism.core.programs.program import Program, Programs
 from megatron_prism.core.programs.program_text import dump
-from megatron_prism.core.world import World
 from megatron_prism.features.uneven.drawn import (
     _lines_of_times,
     batches_of_file,
@@ -28,37 +28,6 @@ from megatron_prism.features.uneven.rank_programs import Sources, apply_inputs
 from megatron_prism.features.uneven.samples import Batches
 from megatron_prism.features.uneven.step_times import fair_deal, step_times
 from megatron_prism.replay.priced_graph import replay
-
-WORLD = World(8, pp=2)
-MICROBATCHES = 3
-VARIES = {"variable_seq_lengths": "true", "moe_token_dispatcher_type": "alltoall"}
-
-
-def microbatch_ops(stage, microbatch, length, with_experts):
-    """Forward or backward of a stage: work with a linear and a quadratic part."""
-    step = {"phase": "forward", "microbatch": microbatch}
-    ops = [Op("compute", ns=100_000 + 5000 * length + 300 * length**2, **step)]
-    if with_experts:
-        ops.append(Op("all_to_all", EP, "bf16", 8 * length, 8 * length, **step))
-        ops.append(Op("compute", ns=1000 * length, **step))
-    name, peer, side = ("send", 1, "num_in") if stage == 0 else ("recv", -1, "num_out")
-    ahead = Op(name, PP, "int64", peer=peer, **{side: 3})
-    tensor = Op(name, PP, "bf16", peer=peer, shape=f"{length}x4", **{side: 4 * length})
-    return [*ops, ahead, tensor] if stage == 0 else [ahead, tensor, *ops]
-
-
-def job(length, with_experts=False, world=WORLD):
-    programs = []
-    for stage in world.stages:
-        ops = []
-        for microbatch in range(MICROBATCHES):
-            ops += microbatch_ops(stage, microbatch, length, with_experts)
-        ops.append(Op("all_reduce", DP, "fp32", 64, 64, "sum"))
-        programs.append(Program.from_ops(world.rank_at(pp=stage), ops))
-    settings = {"seq_length": str(length), **VARIES}
-    source = {"settings": job_settings.as_text(settings)}
-    stages = world._along("pp", np.arange(world.size)).astype(np.int32)
-    return Programs(world, tuple(programs), stages, source=source, path=f"s{length}")
 
 
 def captures(lengths=(64, 16, 40), **how):

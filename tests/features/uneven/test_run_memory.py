@@ -3,48 +3,18 @@
 import json
 
 import numpy as np
+from helpers.uneven_worlds import MICROBATCHES
+from helpers.uneven_worlds import memory_job as job
+from helpers.uneven_worlds import memory_program as program
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.jobs import job_settings
-from megatron_prism.core.programs.program import Builder, Programs
 from megatron_prism.core.programs.program_text import dump
-from megatron_prism.core.world import World
 from megatron_prism.features.uneven.mixed_lengths import LengthCaptures
 from megatron_prism.features.uneven.run_memory import LeftOut, run_memory
 from megatron_prism.features.uneven.samples import Batches
 from megatron_prism.replay.costs.machine import device_limit
 
-WORLD = World(2)
-MICROBATCHES = 3
 PARAMETERS = 1000
-
-
-def program(lengths):
-    """All forwards, then all backwards: activations of all microbatches are alive together."""
-    builder = Builder()
-    builder.memory(0, PARAMETERS, "param:w")
-    for microbatch, length in enumerate(lengths):
-        # kept until the backward, and scores of attention that go at once
-        builder.memory(10 + microbatch, 8 * length, "")
-        # a workspace of one kernel
-        builder.memory(30 + microbatch, 4 * length, "")
-        builder.memory(30 + microbatch, -4 * length, "")
-        builder.memory(20 + microbatch, length**2, "")
-        builder.add("compute", phase="forward", microbatch=microbatch, ns=length)
-        builder.memory(20 + microbatch, -(length**2), "")
-        builder.add("compute", phase="forward", microbatch=microbatch, ns=length)
-    for microbatch, length in enumerate(lengths):
-        builder.add("compute", phase="backward", microbatch=microbatch, ns=length)
-        builder.memory(10 + microbatch, -8 * length, "")
-    builder.add("all_reduce", "DATA_PARALLEL_GROUP", dtype="fp32", num_in=4, num_out=4,
-                reduce="sum", phase="sync")  # fmt: skip
-    return builder.build(0)
-
-
-def job(length):
-    source = {"settings": job_settings.as_text({"seq_length": str(length)})}
-    one = program([length] * MICROBATCHES)
-    return Programs(WORLD, (one,), np.zeros(2, np.int32), source=source, path=f"s{length}")
 
 
 def captures(lengths=(64, 16, 40)):
@@ -125,7 +95,7 @@ def test_the_command_says_at_which_sample_memory_runs_out(tmp_path, monkeypatch,
     assert cli.main(words) == 0
     text = capsys.readouterr().out
     assert "of tensors on rank" in text
-    assert "of 300 iterations, first in iteration" in text
+    assert "of 300 iterations (once in " in text
     assert "from samples of 60 tokens on" in text
     assert cli.main([*words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["drawn"]["memory"]
