@@ -43,6 +43,12 @@ LINES = [  # line, ranks, ranks on a host, the script and its words
     ("timeout 3h nohup taskset -c 0-3 python a.py", None, None, "a.py"),
     ("python elastic.py --nproc-per-node 8 --nnodes 2 -- python3 ./a.py --x", 16, 8, "./a.py --x"),
     ("python a.py --lr 1 -- b", None, None, "a.py --lr 1 -- b"),
+    ("flux run -N 4 -n 32 -c 12 -g 1 -o mpi=none python a.py", 32, 8, "a.py"),
+    ("flux run --nodes=4 --tasks-per-node=8 --gpus-per-task=1 python -u a.py", 32, 8, "a.py"),
+    ("flux mini submit -n 8 python a.py", 8, None, "a.py"),
+    ("flux alloc -N 4 flux run -N 4 --exclusive --tasks-per-node 1 torchrun --nnodes 4 "
+     "--nproc-per-node 8 a.py", 32, 8, "a.py"),
+    ("flux run -N 4 python a.py", None, None, "a.py"),
     ("jsrun -n 24 -a 1 -c 7 -g 1 -r 6 -b none python a.py", 24, 6, "a.py"),
     ("jsrun -n 4 -a 6 -g 6 python a.py", 24, 6, "a.py"),
     ("bind_gpu --foo torchrun --nproc-per-node 8 a.py", 8, 8, "a.py"),

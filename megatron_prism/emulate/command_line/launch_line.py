@@ -114,7 +114,7 @@ LAUNCHERS = (
         ranks="-n --ntasks",
         nodes="-N --nodes",
         per_host="--tasks-per-node",
-        verbs="run submit",
+        verbs="mini run submit",
         alone="-l -u -v -x --label-io --unbuffered --exclusive",
     ),
     LauncherRow("horovodrun", ranks="-np --num-proc", alone="--verbose --mpi --gloo"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 
 import numpy as np
@@ -61,10 +61,15 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
 
     # join the captured pieces in the wanted order
     new_programs: list[Program] = []
+    # stages of which some message's tensor has an end that the scheduler does not say
+    unexplained_stages = set[int]()
     try:
         for cut, stage in zip(cuts, stages, strict=True):
             arrangement = Arrangement(cut, wanted_schedules[stage])
-            new_programs.append(_program_of(arrangement))
+            memory = ArrangedMemory(arrangement)
+            new_programs.append(_program_of(arrangement, memory))
+            if not memory.follows_messages:
+                unexplained_stages.add(stage)
     except MissingKindError as error:
         fewest = order.fewest(wanted)
         raise ProgramError(
@@ -78,8 +83,9 @@ def with_microbatches(programs: Programs, wanted: int, scheduler: Scheduler) -> 
     if "microbatches" in source:
         source["microbatches"] = str(wanted)
     assumption = f"{wanted} microbatches instead of {count}: captured steps in the order of "
-    is_interleaved = order.vpp is not None
-    doubt = _memory_doubt(captured_schedules, count, wanted_schedules, is_interleaved)
+    if order.vpp is None:
+        unexplained_stages.clear()
+    doubt = _memory_doubt(captured_schedules, count, wanted_schedules, unexplained_stages)
     assumption += f"Megatron's scheduler{doubt}"
     world_of_wanted = dataclasses.replace(programs, programs=tuple(new_programs), source=source)
     return with_assumption(world_of_wanted, assumption, Fraction(wanted, count))
@@ -97,7 +103,10 @@ def _check_size(programs: Programs, count: int, wanted: int) -> None:
 
 
 def _memory_doubt(
-    captured: Mapping[int, Cut], count: int, wanted: Mapping[int, Cut], is_interleaved: bool
+    captured: Mapping[int, Cut],
+    count: int,
+    wanted: Mapping[int, Cut],
+    unexplained_stages: Collection[int],
 ) -> str:
     """Say what is not known of memory; "" if all of it is.
 
@@ -105,17 +114,17 @@ def _memory_doubt(
         captured: The captured schedule of each stage.
         count: Its microbatches.
         wanted: The wanted schedule of each stage.
-        is_interleaved: Whether a stage has several chunks.
+        unexplained_stages: Stages of an interleaved schedule of which some message's tensor has an
+            end that the scheduler does not say.
     """
     # the combined schedule holds tensors by nodes of its own, whose graphs nobody follows
     for schedule in wanted.values():
         if any(len(members) > 1 for members in schedule.members):
             return "; a forward beside a backward: peaks were up to 0.31 % off"
-    # in an interleaved schedule a buffer of a message lives until the round's next message.  Of 4
-    # stages with 2 chunks 8 microbatches have no whole round: 16 made of them had two buffers more
-    # at the peak than a capture of 16
-    for stage, schedule in captured.items():
-        if is_interleaved and not has_surroundings(schedule, count, wanted[stage]):
+    # such a tensor lives as long as a captured one: too long or too short, unless a captured one
+    # has the same steps around it
+    for stage in sorted(unexplained_stages):
+        if not has_surroundings(captured[stage], count, wanted[stage]):
             return (
                 f"; {count} microbatches have no steady state of all stages: peaks may be off by "
                 "two buffers of messages"
@@ -149,11 +158,11 @@ def _count_deferred(source: Mapping[str, str], fewest: int) -> int:
     return limit
 
 
-def _program_of(arrangement: Arrangement) -> Program:
+def _program_of(arrangement: Arrangement, arranged_memory: ArrangedMemory) -> Program:
     """Make the program of captured pieces in the order of the wanted schedule."""
     program = arrangement.captured.program
     ops = arrangement.ops()
-    memory = ArrangedMemory(arrangement).changes()
+    memory = arranged_memory.changes()
 
     # this renumbers the storages of the changes, too
     history = with_new_iteration(program, memory)

@@ -18,10 +18,15 @@ from typing import cast
 
 import numpy as np
 
+from megatron_prism.core.programs.ops import CODE, IS_CALL
 from megatron_prism.replay.microbatches.arrangement import Arrangement
 from megatron_prism.replay.microbatches.cut import Cut, Kind, Member
 from megatron_prism.replay.microbatches.message_buffers import MessageBuffers, PlacedSchedule
 from megatron_prism.replay.microbatches.storages import MemoryChanges, NewStorages
+
+# what the scheduler asks for between steps
+_ASKED_FOR = CODE["grad_sync"], CODE["param_sync"]
+_WAITS = CODE["wait"], CODE["host_wait"]
 
 
 @dataclass(frozen=True)
@@ -167,12 +172,23 @@ class ArrangedMemory:
             last_frees[self._origins[storage]] = change
         return last_frees
 
-    def _find_message_tensors(self) -> _MessageTensors:
-        """Find the tensors of messages that Megatron's schedule explains."""
-        captured, arrangement = self._captured, self._arrangement
+    @property
+    def follows_messages(self) -> bool:
+        """Whether Megatron's schedule explains the end of every captured tensor of a message."""
+        return self._buffers.explains_received
+
+    @cached_property
+    def _buffers(self) -> MessageBuffers:
+        """The captured tensors of messages."""
+        captured = self._captured
         order = captured.order
         captured_events = self._place(order, range(len(order)), captured.bounds)
-        buffers = MessageBuffers(captured.program, self._origins, captured_events)
+        return MessageBuffers(captured.program, self._origins, captured_events)
+
+    def _find_message_tensors(self) -> _MessageTensors:
+        """Find the tensors of messages that Megatron's schedule explains."""
+        arrangement = self._arrangement
+        buffers = self._buffers
         # none is explained
         if not buffers.followed:
             return _MessageTensors(set(), {})
@@ -238,10 +254,41 @@ class ArrangedMemory:
             if np.array_equal(names[events], captured_names[ops]):
                 for event, op in zip(events, ops, strict=True):
                     op_of_event[event] = op + offset
+                continue
+
+            # what the scheduler asks for, of gradients or parameters, are calls of the program
+            last_call = self._last_call_asked_for(captured_piece)
+            if last_call is not None:
+                for event in events:
+                    if names[event] in _ASKED_FOR:
+                        op_of_event[event] = last_call + offset
         event_bounds, op_bounds = schedule.bounds.tolist(), bounds.tolist()
         return PlacedSchedule(
             schedule.program, event_bounds, op_bounds, schedule.steps, op_of_event
         )
+
+    def _last_call_asked_for(self, piece: int) -> int | None:
+        """Find the last of the collectives that the scheduler asks for between two steps.
+
+        Python returns to the scheduler behind them, and drops no tensor of its own earlier.
+
+        Args:
+            piece: A captured piece.
+
+        Returns:
+            The op; None if the piece begins with no collective.
+        """
+        captured = self._captured
+        start, end = captured.bounds[piece : piece + 2].tolist()
+        names = captured.program.ops["name"]
+        last_call = None
+        for op in range(start, end):
+            # a message of the scheduler, or the end of an iteration, which waits for the calls
+            if captured.is_pipeline[op] or names[op] in _WAITS:
+                break
+            if IS_CALL[names[op]]:
+                last_call = op
+        return last_call
 
     def _limits(self, origins: Mapping[int, Kind]) -> tuple[Counter[Kind], Counter[Kind]]:
         """Count how many storages of each origin there may be at once, and how many stay.

@@ -134,6 +134,8 @@ class MessageBuffers:
 
     kinds    : of every such storage RECEIVED, OUTPUT or GRADIENT, in the order of the schedule
     followed : those whose ends the schedule explains
+    explains_received : whether it explains the end of every received tensor, and of what stages
+        send as far as that is told from other storages
     """
 
     def __init__(
@@ -157,15 +159,19 @@ class MessageBuffers:
         self.kinds: dict[int, str] = {}
         self._offsets: dict[Hashable, int] = {}  # ops between the schedule's word and the end
         unexplained: set[Hashable] = set()
+        has_received = True
         for kind, lives in captured.lives.items():
             # a tensor that is missing would shift all others
             if len(storages[kind]) != len(lives):
+                if kind == RECEIVED:
+                    has_received = False
                 continue
             for storage, life in zip(storages[kind], lives, strict=True):
                 self.kinds[storage] = kind
                 if not self._explained(storage, life, captured):
                     unexplained.add(origins[storage])
         self.followed = {storage for storage in self.kinds if origins[storage] not in unexplained}
+        self.explains_received = has_received and not unexplained
 
     def drops(self, kind: str, wanted: PlacedSchedule) -> list[int]:
         """Say before which op each tensor of a kind is dropped in another program; NEVER."""
