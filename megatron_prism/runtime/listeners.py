@@ -10,18 +10,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
-
-from torch import distributed as dist
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_prism.core.programs.ops import CallLabel
 from megatron_prism.core.world import World
-from megatron_prism.runtime.recorder.owners import CallSites
+
+if TYPE_CHECKING:
+    # what reads a launch line imports this module, too, and starts without torch
+    from torch import distributed as dist
+
+    from megatron_prism.runtime.recorder.owners import CallSites
 
 # Of one of c10d's methods: tensors, lists of them, splits, ranks, options.  Each method has others.
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
-Answer = Callable[..., dist.Work | None]  # called with the group, then args and kwargs
+Answer = Callable[..., "dist.Work | None"]  # called with the group, then args and kwargs
 
 
 class TrainingListener(Protocol):

@@ -121,6 +121,23 @@ def test_light_imports(code, heavy):
     assert out[out.index("LOADED") + 1 :] == []
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "emulate.command_line.job_line",
+        "emulate.jobs.script_job",
+        "emulate.jobs.estimate",
+        "features.scripts.execution",
+        "features.fit.fit",
+    ],
+)
+def test_what_reads_a_launch_line_starts_without_torch(module):
+    """Torch takes more than a second, in front of the first line that is printed."""
+    probe = f"import sys, megatron_prism.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_an_error_of_a_script_is_not_ours(tmp_path):
     """Without a file in it, as of a library that is missing."""
     script = tmp_path / "job.py"

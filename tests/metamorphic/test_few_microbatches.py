@@ -12,9 +12,11 @@ from rich.console import Console
 from megatron_prism.core.jobs import recipe as recipes
 from megatron_prism.core.programs.ops import BEGUN
 from megatron_prism.core.world import World
+from megatron_prism.emulate import schedule
 from megatron_prism.emulate.capture import few_microbatches
 from megatron_prism.emulate.jobs import recipe_job
 from megatron_prism.memory import blocks, peaks
+from megatron_prism.replay.microbatches import order
 
 pytestmark = MEGATRON
 
@@ -88,3 +90,12 @@ def test_few_that_save_little_are_not_worth_it():
     assert [few_microbatches.few_of(world, 0, n, {}) for n in (8, 13, 14, 64)] == [8, 13, 7, 7]
     chunks = dataclasses.replace(world, vpp=2)
     assert few_microbatches.few_of(chunks, 0, 65, {}) == 65  # Megatron refuses it, in its words
+
+
+@pytest.mark.parametrize(("pp", "vpp", "wanted"), [(2, None, 16), (4, None, 24), (4, 2, 64)])
+def test_the_first_stage_alone_says_where_the_search_begins(pp, vpp, wanted):
+    """The answer is that of a search from one microbatch on."""
+    world = World(pp, pp=pp, vpp=vpp)
+    for stage in range(1, pp):
+        from_one = order.fewest_microbatches(pp, vpp, wanted, schedule.schedules, {0, stage})
+        assert few_microbatches.fewest(world, wanted, {}, (0, stage)) == from_one

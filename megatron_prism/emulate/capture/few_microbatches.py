@@ -39,37 +39,53 @@ def few_of(world: World, rank: int, wanted: int, settings: Mapping[str, Any]) ->
         wanted: microbatches of the job.
         settings: of the job, by Megatron's names.
     """
-    few = fewest(world, wanted, settings, (0, world.coordinates(rank).pp))
+    few = fewest(world, wanted, settings, tuple({0, world.coordinates(rank).pp}))
     if few * _WORTH > wanted:
         return wanted
     return few
 
 
 def fewest(
-    world: World, wanted: int, settings: Mapping[str, Any], stages: tuple[int, ...] | None = None
+    world: World, wanted: int, settings: Mapping[str, object], stages: tuple[int, ...] | None = None
 ) -> int:
     """The smallest number of microbatches that ``wanted`` follow from, on ``stages`` or on all;
     ``wanted`` if none do.
     """
     from megatron_prism.core.errors import UsageError
 
-    schedule = []
-    for name, parameter in _SCHEDULE.items():
-        value = settings.get(name)
-        if value is not None:
-            schedule.append((parameter, value))
     if any(settings.get(name) for name in _VARIES):
         return wanted
     try:
-        few = _fewest(world.pp, world.vpp, wanted, stages, tuple(schedule))
+        few = _fewest(world.pp, world.vpp, wanted, stages, _schedule_of(settings))
     except UsageError:  # Megatron refuses the job itself, in its words
         return wanted
     # weight gradients of the last microbatches come together: the few must have others before them
     if settings.get("defer_embedding_wgrad_compute"):
         num_deferred = settings.get("wgrad_deferral_limit", 0)
-        if not 0 < num_deferred < few - 1:
+        if not isinstance(num_deferred, int) or not 0 < num_deferred < few - 1:
             return wanted
     return few
+
+
+def share_first_stage(world: World, wanted: int, settings: Mapping[str, object]) -> None:
+    """Find out what every rank asks for, in the process that its ranks are forked from.
+
+    Args:
+        world: of the job.
+        wanted: microbatches of the job.
+        settings: of the job, by Megatron's names.
+    """
+    fewest(world, wanted, settings, (0,))
+
+
+def _schedule_of(settings: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """Return what Megatron's settings say of the order, as ``schedules`` calls it."""
+    schedule = []
+    for name, parameter in _SCHEDULE.items():
+        value = settings.get(name)
+        if value is not None:
+            schedule.append((parameter, value))
+    return tuple(schedule)
 
 
 @functools.cache
@@ -83,7 +99,13 @@ def _fewest(
     from megatron_prism.emulate.schedule import schedules  # Megatron, seconds to import
     from megatron_prism.replay.microbatches.order import fewest_microbatches
 
-    return fewest_microbatches(pp, vpp, wanted, schedules, stages, **dict(schedule))
+    # what is too few for the first stage is too few for it and others; all ranks ask for the first
+    at_least = 1
+    if stages is not None and 0 in stages and set(stages) != {0}:
+        at_least = _fewest(pp, vpp, wanted, (0,), schedule)
+    return fewest_microbatches(
+        pp, vpp, wanted, schedules, stages, at_least=at_least, **dict(schedule)
+    )
 
 
 def of_all(

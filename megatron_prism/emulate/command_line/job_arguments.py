@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import functools
 import hashlib
 import os
 import sys
@@ -136,10 +137,18 @@ def of_running_job() -> str:
         return job_settings.as_text(recipe.settings(text_of))
     if (args := parsed()) is None:
         return job_settings.as_text(program_settings())
+    return of_namespace({**vars(args), **left_out}, megatron_parser(), sys.argv[1:])
+
+
+@functools.cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Make Megatron's parser, which knows its defaults; once, as that takes a quarter second."""
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
-    return of_namespace({**vars(args), **left_out}, parser, sys.argv[1:])
+    parser: argparse.ArgumentParser = add_megatron_arguments(
+        argparse.ArgumentParser(add_help=False)
+    )
+    return parser
 
 
 def of_namespace(

@@ -332,7 +332,28 @@ def _becoming(run: Run, session: Session) -> Callable[[list[str], int], None] | 
     if job_arguments.parsed() is None or job_arguments.recipe is not None:
         return None
     run.claims.close()  # every rank claims its own slice
-    return partial(_become, run, session, short_job.configurations())
+    configs = short_job.configurations()
+    _share_answers(configs)
+    return partial(_become, run, session, configs)
+
+
+def _share_answers(configs: Sequence[object]) -> None:
+    """Find out once what every rank of the job asks for, in the process that they are forks of.
+
+    Args:
+        configs: that the script has made of the job's arguments.
+    """
+    from megatron_prism.emulate.capture import few_microbatches
+    from megatron_prism.emulate.command_line import job_arguments
+
+    job_arguments.megatron_parser()
+    arguments = job_arguments.parsed()
+    samples_at_once = arguments.micro_batch_size * arguments.data_parallel_size
+    num_microbatches = (arguments.global_batch_size or 0) // samples_at_once
+    # scripts of 0.16 make their configuration later, each rank its own
+    if num_microbatches and configs:
+        world = flags.parsed_world(arguments.world_size, vars(arguments))
+        few_microbatches.share_first_stage(world, num_microbatches, vars(configs[0]))
 
 
 def _become(

@@ -83,13 +83,17 @@ class Order:
             self._schedules[count] = cuts
         return self._schedules[count]
 
-    def fewest(self, wanted: int) -> int:
+    def fewest(self, wanted: int, at_least: int = 1) -> int:
         """Find the smallest number of microbatches from which ``wanted`` can be made.
 
         Its schedule has every kind of piece in the surroundings of a steady state.
+
+        Args:
+            wanted: Microbatches that are made.
+            at_least: Fewer are known to be too few.
         """
         wanted_schedules = self.run(wanted)
-        for count in range(1, wanted):
+        for count in range(at_least, wanted):
             try:
                 schedules = self.run(count)
             # Megatron has no such schedule
@@ -109,6 +113,7 @@ def fewest_microbatches(
     wanted: int,
     scheduler: Scheduler,
     stages: Iterable[int] | None = None,
+    at_least: int = 1,
     **settings: object,
 ) -> int:
     """Find the smallest number of microbatches from which ``wanted`` can be made.
@@ -119,6 +124,7 @@ def fewest_microbatches(
         wanted: Microbatches of an iteration.
         scheduler: Runs Megatron's schedule.
         stages: Those that have every piece in the surroundings of a steady state; None: all.
+        at_least: Fewer are known to be too few.
         settings: Keywords of the scheduler.
 
     Raises:
@@ -130,7 +136,7 @@ def fewest_microbatches(
     if stages is None:
         stages = range(pp)
     order = Order(scheduler, pp, vpp, tuple({*stages}), settings)
-    return order.fewest(wanted)
+    return order.fewest(wanted, at_least)
 
 
 def _count_chunks(cuts: Iterable[Cut]) -> int:
