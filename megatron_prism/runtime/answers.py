@@ -226,6 +226,7 @@ class OneLocalMember:
         which would take a copy for each.
         """
         fill_rows(out, source)
+        # what this member sends to itself lies elsewhere in the two tensors
         if list(out_splits) != list(in_splits) and not out.is_meta:
             to, start = sum(out_splits[: self.p]), sum(in_splits[: self.p])
             own_rows = source.detach()[start : start + in_splits[self.p]]
@@ -389,6 +390,7 @@ class PartiallyLocalGroup:
         slots = all_chunks.detach().view(self.n, -1)
         chunks = slots[list(self.positions)].contiguous()
         rows, places = self._parts_of(op, values.parts), zip(chunks, self.positions, strict=True)
+        # each member's rows of the table, which add up to the whole
         if rows is not None and all(rows.fill(c, self.n, p, self.held) for c, p in places):
             self._all_reduce(chunks, "sum")
         # a sequence is dealt out: the local member also has the parts of whom it mirrors
@@ -429,12 +431,14 @@ class PartiallyLocalGroup:
         """Exact between local members; virtual members answer with the mirror image."""
         local_in = [ins[position].detach().contiguous() for position in self.positions]
         local_out = [_contiguous_like(outs[position]) for position in self.positions]
+        # gloo has no all-to-all of lists
         if local_in[0].device.type == "cpu":
             self._exchange(local_out, local_in)
         else:
             self.real.alltoall(local_out, local_in, c10d.AllToAllOptions()).wait()
         for position, buffer in zip(self.positions, local_out, strict=True):
             outs[position].detach().copy_(buffer)
+        # a virtual member sends back what it is sent
         for position, out in enumerate(outs):
             if position not in self.positions:
                 fill_rows(out, ins[position])
@@ -443,6 +447,7 @@ class PartiallyLocalGroup:
         """All-to-all by sends and receives: gloo has no list form."""
         works = []
         for index in range(len(self.positions)):
+            # a process sends nothing to itself
             if index == self.index:
                 outs[index].copy_(ins[index])
                 continue
@@ -483,6 +488,7 @@ class PartiallyLocalGroup:
             values.receive(out)
             return
         stack = torch.empty(len(self.positions), *out.shape, dtype=out.dtype, device=out.device)
+        # the root's parts of all local members go in one broadcast
         if self.p == root:
             for index, position in enumerate(self.positions):
                 stack[index].copy_(parts[position].detach())

@@ -50,6 +50,7 @@ class Driver:
             function = getattr(library, name)
             function.argtypes = types
             self._functions[name] = function
+        # these four are called in every paced call: no lookup by name
         self.launch = self._functions["cuLaunchKernelEx"]
         self.record = self._functions["cuEventRecord"]
         self.wait = self._functions["cuStreamWaitEvent"]

@@ -178,12 +178,14 @@ def exchanged(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None
     same answer from each about health.
     """
     values = list[torch.Tensor]()
+    # a tensor of which nothing is known settles nothing
     for tensor in ins:
         cell = getattr(tensor, _CELL, None)
         if cell is not None and cell.valid[0] and cell.uniform:
             values.append(cell.value)
     settled = bool(values) and len(values) == len(ins)
     settled = settled and all(bool(value == values[0]) for value in values)
+    # outputs forget what they were, and all have the one answer if there is one
     for out in outs:
         forget(out)
         if settled:
@@ -309,6 +311,7 @@ def _follow_write(
 ) -> None:
     """``func`` has changed its first argument: its new value is known where all others are."""
     answer_and_arguments = _computed(func, args, kwargs)
+    # an operand is unknown, and so is the result
     if answer_and_arguments is None:
         _forget_written(func, args, tensors)
         return

@@ -140,11 +140,13 @@ class ValueReplayer(CountsIterations):
         self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
         """Overwrite a mirrored control value by the recorded one."""
+        # a group of one rank, or a call that steers nothing
         if group.size() < 2 or not _steers(op, outs):
             return
         value = self._next(f"{self.iteration} gather {group.desc}", sum(t.numel() for t in outs))
         if value is None:
             return
+        # one recorded value holds all outputs, one behind the other
         start = 0
         for out in outs:
             part = torch.from_numpy(value[start : start + out.numel()])

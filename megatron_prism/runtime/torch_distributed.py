@@ -60,6 +60,7 @@ def replace_functions(changes: ProcessChanges) -> None:
         function.__name__ = name
         function.__doc__ = getattr(c10d, name).__doc__
         changes.set(c10d, name, function)
+        # torch.distributed hands on most functions of its module
         if hasattr(dist, name):
             changes.set(dist, name, function)
 
@@ -78,6 +79,7 @@ def _if_virtual(original: Callable[..., Any], answer: Callable[..., Any]) -> Cal
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         virtual = _virtual(bound.arguments.get("group"))
+        # a group of the job's own, or of the host's
         if virtual is None:
             return original(*args, **kwargs)
         return answer(virtual, SimpleNamespace(**bound.arguments))
@@ -212,6 +214,7 @@ def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(p2p_op_list)
         world: Any = virtual.world
         with world.batch():
+            # without a real group nothing is sent; gloo has no blocks of calls
             if virtual.real is None or world.backend != "nccl":
                 return original(p2p_op_list)
             virtual.real._start_coalescing(world.device)

@@ -184,8 +184,10 @@ def computed(
         uniform: says the one value of all elements of a tensor.
     """
     name = name_of(func)
+    # elements move or are added up
     if name in _MOVES or name in _SUMS:
         return _moved(name, args, out, uniform)
+    # each element is computed by itself
     if _pointwise(name):
         return _by_element(func, args, kwargs, uniform)
     return None

@@ -53,6 +53,7 @@ class TokenVectors:
         key = (like.device, like.dtype, like.shape[-1])
         if key not in self._rows:
             length = COUNT * _STEP + like.shape[-1]
+            # on a GPU the driver's memory: torch's allocator would count it as the job's
             if like.device.type == "cuda":
                 words = Driver().words(length * like.element_size(), like.device)
                 row = words.view(like.dtype)

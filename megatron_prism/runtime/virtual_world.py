@@ -261,6 +261,7 @@ class VirtualWorld:
         The store prefix is made of the members, the description and how many such groups this
         process made: every member makes its groups in Megatron's order, so the prefixes agree.
         """
+        # one rank alone has no store, and needs no real group
         if self.store is None:
             message = f"{len(self.local_ranks)} local ranks need a store to find each other"
             fix = f"start with torchrun --nproc-per-node {len(self.local_ranks)}"

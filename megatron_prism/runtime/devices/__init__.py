@@ -213,6 +213,7 @@ def _remap_backward(remap: Any, changes: ProcessChanges) -> None:
             message = "a recomputed function returns a parameter (a layer its bias): its backward "
             fix = "--disable-bias-linear, or --recompute-modules without mlp"
             raise UnsupportedError(f"{message}starts itself without end, here as on a GPU", fix=fix)
+        # how many backwards run inside of each other
         depth += 1
         try:
             with remap:
@@ -234,6 +235,7 @@ def _keep_parameters(changes: ProcessChanges) -> None:
     def moved(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = dict(self._parameters)
         answer = apply(self, *args, **kwargs)
+        # a parameter that moved: the old object takes the new data, with what Megatron wrote on it
         for name, old in before.items():
             new = self._parameters[name]
             if old is not None and new is not None and new is not old:

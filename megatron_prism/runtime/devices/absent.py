@@ -57,6 +57,7 @@ class Module(types.ModuleType):
 @functools.lru_cache(maxsize=256)
 def _unguarded_imports(file: str) -> frozenset[int]:
     """Lines of a source file's import statements that are in no ``try`` and no ``suppress``."""
+    # a module without source (compiled, say) has no lines
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -66,6 +67,7 @@ def _unguarded_imports(file: str) -> frozenset[int]:
     def visit(node: ast.AST, guarded: bool) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom) and not guarded:
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        # the body of a ``try``, not its handlers
         within = node.body if isinstance(node, ast.Try) else []
         suppressed = isinstance(node, ast.With) and "suppress" in ast.unparse(node.items[0])
         for child in ast.iter_child_nodes(node):

@@ -115,6 +115,7 @@ def _tensors_within(values: Sequence[object]) -> Iterator[tuple[_Place, torch.Te
     waiting: list[tuple[object, int]] = [(value, 0) for value in values]
     while waiting:
         holder, depth = waiting.pop()
+        # each object once; tensors, classes and modules hold nothing of the call
         if id(holder) in visited or isinstance(holder, (torch.Tensor, type, types.ModuleType)):
             continue
         visited.add(id(holder))
@@ -127,6 +128,7 @@ def _tensors_within(values: Sequence[object]) -> Iterator[tuple[_Place, torch.Te
         keys: Iterable[object] = range(len(container))
         if isinstance(container, dict):
             keys = list(container)
+        # tensors are yielded, other holders are looked into
         for key in keys:
             entry = container[key]
             if isinstance(entry, torch.Tensor):

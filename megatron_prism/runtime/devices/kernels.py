@@ -109,6 +109,7 @@ def masked_softmax_backward(
     if grad.is_meta:
         fused("masked_softmax_backward", 0, grad, results, grad)
         return grad
+    # the gradient of softmax: what each share gains less what its whole row gains
     wide_grad = grad.float()
     shares = results.float()
     gain_of_row = (wide_grad * shares).sum(-1, keepdim=True)
@@ -199,6 +200,7 @@ def add_packages(
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         vars(module).update(contents)
         changes.set_item(sys.modules, name, module)
+        # a sub-module is also an attribute of its package
         parent, _, leaf = name.rpartition(".")
         if parent in sys.modules:
             setattr(sys.modules[parent], leaf, module)

@@ -321,6 +321,7 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             left, self._silent = self._silent, outer
+            # the outermost kernel has ended: what is left of it is on the device from now on
             if outer is None:
                 for number, size in left.items():
                     self._notify(number, size)
@@ -466,6 +467,7 @@ class LiveBytes(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             before = self._alive.get(storage._cdata)
             answer = original(storage, size)
+            # another size is another request: the storage goes, and comes with a new number
             if before is not None and before[0] != size:
                 self._free(before[2])
                 self.count += 1
@@ -630,10 +632,12 @@ class LiveBytes(TorchDispatchMode):
             The copy, whose memory lasts until the operator is through.
         """
         product, changes, copies = before
+        # a matrix product asks cuBLAS for its workspace, an addition may be autograd's
         if product:
             self._handle()
         elif func is _ADD and self.history is not None:
             self._added(*args[:2])
+        # inside of a compiled kernel: the change costs a copy
         if changes and self._silent is not None:
             self._change(args[0])
         if not copies or self._silent is not None or args[0].is_contiguous():

@@ -109,6 +109,7 @@ class DispatchHandle(tuple[torch.Tensor, ...]):
 
 
 def _handle(x: torch.Tensor, local: int, sent: Rows, group: dist.ProcessGroup) -> DispatchHandle:
+    # as large as if all tokens of all ranks came
     every = x.shape[0] * group.size()
     handle = DispatchHandle(
         (

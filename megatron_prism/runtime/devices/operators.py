@@ -96,6 +96,7 @@ def _count(dimensions: list[_Dimension]) -> int:
 def _dimensions(x: torch.Tensor, dims: Sequence[int]) -> tuple[list[_Dimension], list[_Dimension]]:
     """(dimensions of ``x`` that are reduced, dimensions that stay); without ``dims`` none stays."""
     reduced, staying = list[_Dimension](), list[_Dimension]()
+    # a negative dimension counts from the end
     reduced_dims = {dim % x.dim() for dim in dims}
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         dimension = _Dimension(size, stride)
@@ -236,6 +237,7 @@ def _embedding_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     """
     _, indices, rows, _, by_frequency = args
     count = indices.numel()
+    # few indices: one kernel without sorting
     if count <= 3072 and not by_frequency:
         return ()
     segments = min(count, rows)
@@ -358,11 +360,13 @@ def _rows(tensor: torch.Tensor) -> bool:
 
 def _fits(args: Args, kwargs: Kwargs, one_type: bool) -> bool:
     """Whether all tensors are like the first, in rows; numbers always are."""
+    # options that change the result: torch itself answers
     if kwargs and not _KNOWN.issuperset(kwargs):
         return False
     first = args[0]
     if not isinstance(first, torch.Tensor) or not _rows(first):
         return False
+    # numbers fit any tensor
     for argument in args[1:]:
         if isinstance(argument, torch.Tensor):
             if argument.shape != first.shape or not _rows(argument):

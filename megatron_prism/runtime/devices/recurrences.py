@@ -48,6 +48,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     keys = _heads(k)
     rates = _heads(beta[..., None])
     decay = _decay(g)
+    # row by row, later tokens depend on earlier ones: a triangular matrix is solved
     earlier = (rates * (keys @ keys.mT) * decay).tril(-1)
     wanted = rates * _heads(v)
     added = torch.linalg.solve_triangular(earlier, wanted, upper=False, unitriangular=True)

@@ -264,11 +264,13 @@ class Remap(TorchFunctionMode):
 
     def _from_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A copy to the host has what is known, or zeros of the right shape and dtype."""
+        # only copies to the host can be answered by values that are known
         device = kwargs.get("device", _device_in(args))
         to_host = isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu"
         if not to_host:
             return _TO(*args, **kwargs)
         tensor = args[0]
+        # ``to`` takes a dtype in any place
         dtypes = [argument for argument in args[2:] if isinstance(argument, torch.dtype)]
         dtype = kwargs.get("dtype")
         if not dtype:
@@ -313,9 +315,11 @@ class Remap(TorchFunctionMode):
         data = args[0] if args else kwargs.get("data")
         leaf = data
         shape = list[int]()
+        # nested lists: the shape is theirs, the first leaf says the type
         while isinstance(leaf, (list, tuple)) and leaf:
             shape.append(len(leaf))
             leaf = leaf[0]
+        # scalars on meta cannot be read: the result is as unknown as they are
         if self.meta and isinstance(leaf, torch.Tensor) and leaf.is_meta:
             dtype = kwargs.get("dtype") or leaf.dtype
             return torch.empty((*shape, *leaf.shape), dtype=dtype, device="meta")

@@ -61,6 +61,7 @@ class ClockSampler:
         """
         inside = []
         for sample in self.samples:
+            # samples between the spans are of other work
             if any(begin <= sample.at < end for begin, end in spans):
                 inside.append(sample)
         if not inside:

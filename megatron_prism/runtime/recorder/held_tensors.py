@@ -88,9 +88,11 @@ def find(model: torch.nn.Module, live: LiveBytes, first: int) -> list[Held]:
         tensor = holder.tensor
         assert isinstance(tensor, torch.Tensor)
         counted = live.counted(tensor)
+        # not of the device
         if counted is None:
             continue
         number, num_bytes = counted
+        # older storages are listed elsewhere
         if number >= first:
             holders.setdefault(number, []).append(holder)
             sizes[number] = num_bytes
@@ -189,6 +191,7 @@ class StandIn:
         for holder, original, stand_in in zip(
             self.held.holders, self._originals, self._made, strict=True
         ):
+            # the job has put another tensor there meanwhile
             if holder.tensor is stand_in():
                 holder.put(original)
             else:

@@ -61,6 +61,7 @@ class Tracer:
 
     def stop(self) -> Trace | None:
         """The trace; None, and a line that says so, if the device cannot be traced."""
+        # only one profiler may run: the job's own was first
         if self._profile is None:
             sys.stderr.write("prism: the job's profiler runs, so segments keep the host's delays\n")
             return None
@@ -69,6 +70,7 @@ class Tracer:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        # without kernels (no permission, say) the trace says nothing of segments
         if any(event.get("cat") == "kernel" for event in trace.get("traceEvents", ())):
             return trace
         sys.stderr.write("prism: no kernel was traced, so segments keep the host's delays\n")
@@ -101,6 +103,7 @@ def read(trace: Trace) -> tuple[dict[object, Launch], list[KernelSpan]]:
             begin, took = _ns(event["ts"]), _ns(event.get("dur", 0))
             correlation = event["args"].get("correlation")
             launched[correlation] = Launch(begin, took, name)
+        # flags that GPUs write to their neighbours are no work
         elif category in _DEVICE and _PEER_COPY not in name:
             begin, took = _ns(event["ts"]), _ns(event["dur"])
             correlation = event["args"].get("correlation")
@@ -181,6 +184,7 @@ def _ns_of_no_kernel(launched: dict[object, Launch], kernels: Sequence[KernelSpa
         total_ns += took
         if kernel.correlation not in launched:
             strange_ns += took
+    # most of the time belongs to known launches
     if total_ns and strange_ns <= _STRANGE * total_ns:
         return 0
     return -1

@@ -50,8 +50,10 @@ class GarbageCollections:
         """Python's collector begins, or is through."""
         if info["generation"] < _FULL or not gc.isenabled():
             return
+        # it begins
         if phase == "start":
             self._began = perf_counter_ns()
+        # it is through, in a time that counts
         elif self._counts():
             self._spent += perf_counter_ns() - self._began
 
@@ -79,6 +81,7 @@ class HostClock:
         self, answer: Callable[..., R], group: PrismGroup | None, args: Args, kwargs: Kwargs
     ) -> R:
         """``answer(group, *args, **kwargs)``, which does not count."""
+        # nothing is clocked, or this call is inside of another one
         if not self.running or self._aside:
             return answer(group, *args, **kwargs)
         self._aside, begin = True, perf_counter_ns()
@@ -150,12 +153,14 @@ class Recording:
         iteration it follows at once; without events it is as early as can be everywhere.
         """
         issued = np.array([begin - self.hosts[0][0] for begin, _ in self.hosts], dtype=float)
+        # events: when the device came to each segment, on its own clock
         if spans := self._spans():
             spans[-1][0].synchronize()
             first = spans[0][0]
             came = np.array([first.elapsed_time(begin) * 1e6 for begin, _ in spans])
             came += np.quantile(issued - came, _PROMPT_SHARE, method="higher")
             return np.maximum(came - issued, 0)
+        # no events: the device takes one segment after the other, each when its host is there
         came, free = issued.copy(), 0.0
         for i, takes in enumerate(self.segments_ns()):
             came[i] = max(free, issued[i])
@@ -193,6 +198,7 @@ def typical(
     same_trace = [r for r in recordings if r.builder is None and r.trace == written.trace]
     quick = [r for r in same_trace if r.busy is None]
     traced = [r for r in same_trace if r.busy is not None]
+    # quick recordings: nothing was written down in them
     if quick:
         times = np.stack([r.segments_ns() for r in quick])
         timed(program, np.median(times, axis=0).round().astype(np.int64))

@@ -68,8 +68,10 @@ class CallSites:
         while frame is not None:
             name = frame.f_code.co_filename
             short, is_ours = self._files.get(name) or self._file(name)
+            # Megatron or Transformer Engine
             if is_ours:
                 return self._text(short, frame.f_lineno)
+            # the job's own code, nearest to the call
             if foreign and foreign_line is None and short:
                 foreign_line = (short, frame.f_lineno)
             frame = frame.f_back

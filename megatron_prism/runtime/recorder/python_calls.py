@@ -95,11 +95,13 @@ class PythonCalls:
         def _monitor(self) -> None:
             events, register = sys.monitoring.events, sys.monitoring.register_callback
             sys.monitoring.use_tool_id(_TOOL, "prism")
+            # each call is heard of at its beginning, and where a generator resumes
             for event in (events.PY_START, events.PY_RESUME):
                 register(_TOOL, event, self._enter)
             register(_TOOL, events.PY_THROW, lambda *where: self._enter(*where[:2]) and None)
             for event in (events.PY_RETURN, events.PY_YIELD, events.PY_UNWIND):
                 register(_TOOL, event, self._leave)
+            # ends are asked for only of what hides its calls
             self._watch(_ENDS)
             self._thread = get_ident()
             entered = events.PY_START | events.PY_RESUME | events.PY_THROW
@@ -133,6 +135,7 @@ class PythonCalls:
                 self._aside -= 1
 
     def _profile(self, frame: FrameType, event: str, arg: object) -> None:
+        # inside of what hides its calls, only their depth counts
         if event == "call":
             if self._aside:
                 self._aside += 1

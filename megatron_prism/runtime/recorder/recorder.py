@@ -295,6 +295,7 @@ class Recorder(CallListener, TrainingListener):
             self._open()
 
     def _add(self, name: str, on: object = None, **fields: Unpack[Fields]) -> None:
+        # quick: the order of ops is compared, and nothing is written down
         self._trace.append(name)
         if self._quick:
             return
@@ -411,6 +412,7 @@ class Recorder(CallListener, TrainingListener):
         self._close()
         stream = self._stream()
         ops = []
+        # the graph has a stream of its own, which programs call main
         for op in self._builder.build(self.rank, memory=False):
             if op.stream == stream:
                 op = replace(op, stream="main")

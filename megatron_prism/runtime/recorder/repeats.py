@@ -560,6 +560,7 @@ class Repeats:
     def _hold(self, replaced: _Replaced, new_tensor: _Kept, inputs: Sequence[torch.Tensor]) -> None:
         """Make ``new_tensor``, and have the model hold it."""
         held = replaced.held
+        # the meter and other modes must not see these stand-ins
         with _disable_current_modes():
             storage = torch.empty(held.num_bytes, dtype=torch.uint8, device="meta")
             for holder in held.holders:
@@ -570,6 +571,7 @@ class Repeats:
                 vars(tensor)[_KEEPS] = inputs if replaced.has_graph else ()
                 holder.put(tensor)
                 del before
+        # what the model holds counts as its own, what a graph holds with the graph
         if not new_tensor.in_graph:
             self._count(replaced, new_tensor)
 

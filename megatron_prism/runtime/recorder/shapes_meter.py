@@ -104,9 +104,11 @@ class Work:
         """
         words = [f"{kind}:0:{num_bytes}" for kind, num_bytes in self.host.items()]
         for name, count in self.calls.most_common(_LONGEST):
+            # the commonest kernels say how often they ran
             if count > 1:
                 name = f"{name}*{count}"
             words.append(name)
+        # long notes are cut, and say how much is missing
         left = len(self.calls) - _LONGEST
         if left > 0:
             words.append(f"and {left} others")
@@ -285,11 +287,13 @@ class Meter:
         host before it, into memory that is not pinned (aten/src/ATen/native/cuda/Copy.cu,
         copy_kernel_cuda @2.11).
         """
+        # the device converts behind the copy, or no type changes
         if source.dtype == target.dtype or is_asynchronous:
             self.copied(_bytes_of([source]))
             if source.dtype != target.dtype:
                 self.add("_to_copy", 0, _bytes_of([source, target]), [target])
             return
+        # the host converts first, into memory that is not pinned
         self._work.kernels += 1
         self._work.host[f"{ON_HOST}({_host_threads()})"] += _bytes_of([source, target])
         self._work.host[f"{HOST_COPY_UNPINNED}()"] += _bytes_of([target])

@@ -174,6 +174,7 @@ class Attention:
             keys = k1.shape[1]
             scores = self._logits(q1, k1, bias)
             largest = scores.amax(-1, keepdim=True)
+            # the sink is one more column of the scores, and of no values
             if sink is not None:
                 sink_logits = sink.float().expand(len(scores), -1, queries, 1)
                 scores = torch.cat([scores, sink_logits], -1)
@@ -290,8 +291,10 @@ def announce(call: Attention, name: str, products: int, out: Tensor | None) -> N
     left, right = call.window
     causal = "causal" in call.mask
     pairs = batch * rows * columns
+    # half of all pairs of rows and columns
     if causal:
         pairs //= 2
+    # a window: keys behind the query, the query, and keys ahead of it
     if left >= 0:
         keys_ahead = right
         if causal:
@@ -339,6 +342,7 @@ def fused_attn_fwd(*args: Values) -> list[Values]:
     offset = offset if isinstance(offset, Tensor) else None
     if not q.is_meta:
         call.forward(out, statistics, state, bias, offset)
+        # the order of results before 2.14
         if wants_largest and not since(2, 14):
             # the largest came first then, and a sum of exponents over it
             log_of_sum, largest = statistics
@@ -426,9 +430,11 @@ def _workspace(call: Attention) -> int:
     all_heads = batch * heads
     sums_of_rows = 4 * all_heads * rows
     workspace_bytes = sums_of_rows * size + sums_of_rows
+    # a fixed order of sums needs a part for each block of keys
     if (is_deterministic() or call.biased) and call.form != "thd":
         parts_in_order = 2 * all_heads * rounded(rows, 64) * rounded(columns, 128)
         workspace_bytes = parts_in_order + sums_of_rows
+    # gradients of keys and values of every head, before groups are summed
     if k.shape[-2] != heads:
         columns_of_head = k.shape[-1] + v.shape[-1]
         workspace_bytes += q.element_size() * all_heads * columns * columns_of_head

@@ -100,6 +100,7 @@ def fused_topk_with_score_function_fwd(
     """router.cpp:65 @v2.18; tier cpu keeps the logits, of which backward makes all else again"""
     probs = new(logits.shape, logits.dtype)
     chosen = topk_indices
+    # the caller may give a tensor of indices
     if chosen is None:
         chosen = _map(logits, routing_map_format)
     saved = new(logits.shape, _kept_dtype(logits))
@@ -151,6 +152,7 @@ def fused_topk_with_score_function_bwd(*args: Values) -> Tensor | None:
     """router.cpp:157 @v2.18"""
     tensors = tensors_in(args)
     chosen, logits, grad = tensors[:3]
+    # the last tensor is followed by numbers, whose count differs between releases
     last_place = 0
     while args[last_place] is not tensors[-1]:
         last_place += 1
@@ -201,6 +203,7 @@ def aux_loss(
     fused("router_aux_loss", 0, probs, tokens_per_expert)
     loss = new((), probs.dtype)
     saved = new(2 if since(2, 16) else (), torch.float32)
+    # values: the loss is a sum over experts of their share of tokens and of probability
     if not probs.is_meta:
         factor = num_experts * coeff / (topk * float(total_num_tokens) ** 2)
         saved.fill_(factor)

@@ -200,6 +200,7 @@ def _parameters_are_made(changes: ProcessChanges) -> None:
     _replace_in(changes, "module.base", device=_made)
     for kind in vars(importlib.import_module(f"{_TE}.ops.basic")).values():
         if isinstance(kind, type) and "pre_first_fuser_forward" in vars(kind):
+            # te.ops make parameters again before each forward pass, which this keeps from happening
             first = vars(kind)["pre_first_fuser_forward"]
 
             def without_reset(self: Any, *args: object, first: Kernel = first) -> object:
@@ -311,6 +312,7 @@ def _attention_of_all_kinds(changes: ProcessChanges) -> None:
     def choose_for_all(params: Any, *arguments: object) -> Any:
         backend = choose(params, *arguments)
         available = backend[-1]
+        # some back-end takes the job as it is
         if any(available):
             return backend
         usual = {"qkv_dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
@@ -331,6 +333,7 @@ def _graphs_keep_shapes(changes: ProcessChanges) -> None:
 def set_up(changes: ProcessChanges, live: LiveBytes | None) -> None:
     """What is changed in its modules once they are there; ``live``: of shapes."""
     _states_are_tensors(changes)
+    # tier cpu: values
     if live is None:
         _attention_of_all_kinds(changes)
         return

@@ -141,10 +141,10 @@ def generic_gemm(
     **more: object,
 ) -> tuple[Values, ...]:
     """Multiply two matrices (gemm.cpp:144 @v2.18)."""
+    # userbuffers overlap products with communication, which has no stand-in
     if more.get("comm_overlap") is not None:
         refuse("generic_gemm with userbuffers")
     shape = _shape(A, transa, B, transb)
-    # operands in FP8 may have no type of torch's
     if dtype is not None:
         out_type = dtype_of(dtype)
     else:
@@ -219,6 +219,7 @@ def te_general_grouped_gemm(
     flops_of_experts = [_flops(a, transa, shape) for a, shape in zip(A, shapes, strict=True)]
     # operands of the first expert that has tokens say what kind of products they are
     busy = next((number for number, flops in enumerate(flops_of_experts) if flops), 0)
+    # operands that say what the products are, and all others
     shown, others = list[Values](), list[Values]()
     for tensors in (B, A, out):
         place = min(busy, len(tensors) - 1)
@@ -281,11 +282,13 @@ def _multiply_experts(
         accumulate: whether the product is added to what ``out`` holds.
     """
     outputs = out
+    # one output has the rows of all experts
     if single:
         rows = [shape[0] for shape in shapes]
         outputs = out[0].split(rows)
     for a, b, output, expert_bias in zip(A, B, outputs, bias, strict=True):
         product = _product(a, transa, b, transb, output, accumulate)
+        # forward adds the bias, backward sums up its gradient
         has_bias = bool(expert_bias.numel())
         if has_bias and not grad:
             product = product + expert_bias

@@ -286,6 +286,7 @@ def computed(
     out = create(quantizer, shape, dtype) if out is None else out
     if quantizer is None:
         return fill(out, value)
+    # these recipes cast in a kernel of their own, behind the norm or activation
     if kind_of(quantizer) in _CAST_AFTER[of]:
         amax = new(1, torch.float32) if kind_of(quantizer) == "current" else None
         cast_into(out, new(shape, dtype), quantizer, amax)
@@ -354,6 +355,7 @@ def _buffer(requests: Sequence[tuple[_Part, int]]) -> list[Tensor]:
     """
     starts = list[int]()
     end = 0
+    # each tensor begins at its own alignment
     for part, alignment in requests:
         start = -(-end // alignment) * alignment
         starts.append(start)
@@ -419,6 +421,7 @@ def split_quantize(
     """cast.cpp:1652 @v2.18"""
     xs = x.contiguous().split(list(counts))
     kinds = {kind_of(quantizer) for quantizer in quantizers}
+    # one allocation for all experts, in formats that have no amax of the past
     if not disable_bulk_allocation and kinds in ({"block"}, {"mx"}):
         out = _in_bulk(xs, quantizers)
         return [cast_into(*triple) for triple in zip(out, xs, quantizers, strict=True)]

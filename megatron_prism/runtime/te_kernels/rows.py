@@ -278,6 +278,7 @@ def _activation(name: str, activate: Callable[..., Tensor], gated: bool) -> Kern
         """activation.cpp:18 @v2.18"""
         x = x.contiguous()
         columns = x.shape[-1]
+        # half of the columns are gates
         if gated:
             columns //= 2
         value = partial(_activated, activate, x, *numbers, **options)
@@ -418,6 +419,7 @@ def _scaled_activation_backward(activate: Callable[..., Tensor]) -> Kernel:
             return _scaled(activate, numbers, x, scales)
 
         fill(dx, partial(gradient, of_x, x, grad))
+        # scales that need no gradient
         if not wants_scales:
             return dx, None
         dscales = new(scales.shape, scales.dtype)

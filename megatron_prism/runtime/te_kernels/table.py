@@ -216,12 +216,14 @@ class Library(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name, "A stand-in of megatron_prism.")
         back_ends = dict(_BACK_ENDS)
+        # the last releases that had this back-end
         if _release <= _LAST_MAX512:
             back_ends["NVTE_F16_max512_seqlen"] = 0
         for kind, members in {"DType": _DTYPES, "NVTE_Fused_Attn_Backend": back_ends}.items():
             setattr(self, kind, enum.IntEnum(kind, members))
         for kind, words in _CLOSED.items():
             setattr(self, kind, enum.IntEnum(kind, words, start=0))
+        # on shapes all kernels answer, with values only those that are computed
         left_out = set() if _device.type == "meta" else SHAPES_ONLY
         for row in TABLE.keys() - left_out:
             setattr(self, row, _checked(row, TABLE[row]))
@@ -240,6 +242,7 @@ def _checked(name: str, row: Kernel) -> Kernel:
     def call(*args: Any, **options: Any) -> Any:
         try:
             return row(*args, **options)
+        # a TypeError of the call itself, or of something inside
         except TypeError:
             try:
                 inspect.signature(row).bind(*args, **options)

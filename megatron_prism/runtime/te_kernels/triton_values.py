@@ -119,9 +119,11 @@ def _chunk_map(a: SimpleNamespace) -> None:
 def _sort_chunks(a: SimpleNamespace) -> None:
     target_rows = a.row_id_map_ptr.long()
     pairs = [(a.output_ptr, a.input_ptr)]
+    # probabilities move as their tokens do
     if a.probs_ptr is not None:
         pairs.append((a.permuted_probs_ptr, a.probs_ptr))
     for out, source in pairs:
+        # forward scatters rows, backward gathers them
         if a.FORWARD:
             out[target_rows] = source
         else:
