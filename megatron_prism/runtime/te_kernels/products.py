@@ -145,6 +145,7 @@ def generic_gemm(
     if more.get("comm_overlap") is not None:
         refuse("generic_gemm with userbuffers")
     shape = _shape(A, transa, B, transb)
+    # operands in FP8 may have no type of torch's
     if dtype is not None:
         out_type = dtype_of(dtype)
     else:
