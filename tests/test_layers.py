@@ -172,7 +172,7 @@ def test_imports_follow_the_table():
 # the durations of a timeline's nodes and when these end, and one the allocator's model, for batches
 # of uneven; three what-ifs of fit and what tokens cost, for compare and sweep; two a file of phases
 # and the sizes in it; three an estimate, and how far off it was
-MOST_NAMES_OF_CORE = 427
+MOST_NAMES_OF_CORE = 419
 
 
 def names_of_core():

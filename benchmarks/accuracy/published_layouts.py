@@ -26,7 +26,7 @@ from megatron_prism.features.sweep.evaluate import SweepSettings, timeline_of
 from megatron_prism.features.sweep.layout import RecipeLayout
 from megatron_prism.features.sweep.space import parse_axes, point_of
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.replay.uncertainty.differences import UncertainTime, drawn, estimate
+from megatron_prism.replay.uncertainty.differences import UncertainTime, drawn
 
 
 def predicted(
@@ -40,7 +40,7 @@ def predicted(
     if not isinstance(layout, RecipeLayout):
         raise UsageError(point.reason, fix="see published_layouts.json")
     how = SweepSettings(folder.absolute(), machine, None, nccl_buffers.DEFAULT)
-    return layout, estimate(timeline_of(layout, how))
+    return layout, UncertainTime.of_timeline(timeline_of(layout, how))
 
 
 def compared(pairs: list[tuple[float, UncertainTime]]) -> str:

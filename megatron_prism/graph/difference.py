@@ -38,16 +38,16 @@ class ComparedOp:
     fields: Mapping[str, object]
     about: str = ""
 
+    @staticmethod
+    def of_program(program: Program) -> list[ComparedOp]:
+        """List calls and computing of ``program``, in order."""
+        return [_row(op) for op in program if op.name not in _EVENTS]
+
     def __str__(self) -> str:
         """Write step, name, fields and the line of code in one line."""
         shown = [f"{key}={value}" for key, value in self.fields.items() if value not in _HIDDEN]
         words = (self.step, self.name, *shown, self.about)
         return " ".join(word for word in words if word)
-
-
-def rows_of(program: Program) -> list[ComparedOp]:
-    """List calls and computing of ``program``, in order."""
-    return [_row(op) for op in program if op.name not in _EVENTS]
 
 
 def _row(op: Op) -> ComparedOp:

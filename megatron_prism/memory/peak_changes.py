@@ -67,16 +67,18 @@ def compare(
     *,
     tol_bytes: int = 0,
     limit: int | None = None,
-    leak_bytes: int = LEAK,
+    leak_bytes: int | None = None,
     any_job: bool = False,
 ) -> list[Change]:
     """Every class of both, in the order of their ranks.
 
     tol_bytes : growth that is still no failure
     limit     : bytes that device memory may not exceed; where it is unknown, reserved memory
-    leak_bytes: what an iteration may leave behind (the last losses are a few bytes)
+    leak_bytes: what an iteration may leave behind (the last losses are a few bytes); None: ``LEAK``
     any_job   : compare although arguments, versions or tier differ; else UsageError
     """
+    if leak_bytes is None:
+        leak_bytes = LEAK
     if not any_job:
         _same_job(before.job, after.job)
     changes = []

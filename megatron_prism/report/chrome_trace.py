@@ -15,7 +15,7 @@ iteration does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,7 @@ _PLACES = 1000  # more threads than one lane ever needs
 def render_timeline(timeline: Timeline) -> str:
     """Write the last iteration as a Chrome trace."""
     rows = [TrackOf(timeline, index) for index in range(len(timeline.graph.classes))]
-    tracks = tracks_of(rows)
+    tracks = _tracks_of(rows)
     provenance = [text for text in timeline.prices.sources if not text.startswith("none")]
     source = timeline.graph.programs.source
     slices = {f"slices_{key}": short(value) for key, value in source.items()}
@@ -55,7 +55,19 @@ def render_timeline(timeline: Timeline) -> str:
         "provenance": provenance,
         **slices,
     }
-    return trace_file(about, (*events_of(tracks), *_arrows(timeline, tracks)))
+    return trace_file(about, (*_events_of(tracks), *_arrows(timeline, tracks)))
+
+
+def render_tracks(rows: Iterable[TrackOf], about: Mapping[str, object]) -> str:
+    """Write classes of several timelines as one Chrome trace, one below the other.
+
+    Args:
+        rows: The tracks, from above.
+        about: What the trace says of itself.
+    """
+    tracks = _tracks_of(rows)
+    begins_ns = max((track.early for track in tracks), default=0)
+    return trace_file({**about, "iteration_begins_ns": begins_ns}, _events_of(tracks))
 
 
 @dataclass(frozen=True)
@@ -217,7 +229,7 @@ def _first_free(ends: Sequence[int], ready: int) -> int:
     return len(ends)
 
 
-def tracks_of(rows: Iterable[TrackOf]) -> list[Track]:
+def _tracks_of(rows: Iterable[TrackOf]) -> list[Track]:
     """Return tracks, none of which begins before 0."""
     tracks = [Track(row) for row in rows]
     early = max((-track.begins() for track in tracks), default=0)
@@ -226,7 +238,7 @@ def tracks_of(rows: Iterable[TrackOf]) -> list[Track]:
     return tracks
 
 
-def events_of(tracks: Sequence[Track]) -> Iterator[Event]:
+def _events_of(tracks: Sequence[Track]) -> Iterator[Event]:
     """Make the events of all tracks, names first."""
     for track in tracks:
         yield from track.names()

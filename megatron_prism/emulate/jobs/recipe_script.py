@@ -97,7 +97,7 @@ def train(recipe: Recipe, run: Run) -> Json:
     """Train all iterations of ``recipe`` as the rank of ``run``."""
     start, emit = time.perf_counter(), workers.emitter()
     with run.monitor.training(lambda: recipe):
-        job = build(recipe, run)
+        job = RankJob.build(recipe, run)
         built = time.perf_counter()
         iterations = recipe.train_iters
         if run.options.capture is not None:
@@ -114,30 +114,6 @@ def train(recipe: Recipe, run: Run) -> Json:
         for number in range(iterations):
             job.iterate(number)
     return job.summary(built - start, time.perf_counter() - built)
-
-
-def build(recipe: Recipe, run: Run) -> RankJob:
-    """Bring the world of ``recipe`` up, and build what is trained."""
-    engine = sys.modules.get("transformer_engine") or find_spec("transformer_engine")
-    if recipe.transformer_impl == "transformer_engine" and not engine:
-        raise UnsupportedError(
-            "transformer_impl=transformer_engine needs Transformer Engine, absent here",
-            fix="install it, or use transformer_impl=local",
-        )
-    job_arguments.recipe = recipe
-    # another job in this process does not find it
-    run.claims.callback(setattr, job_arguments, "recipe", None)
-    dist.init_process_group()
-    recipe = job_arguments.recipe  # a capture may have made its batch smaller
-    run.monitor.world_known(recipe.world)
-    gc.disable()  # what is built stays: looking through it takes a second of five
-    try:
-        job = RankJob(recipe, run.monitor, run.tier)
-        gc.collect()
-        gc.freeze()
-    finally:
-        gc.enable()
-    return job
 
 
 class RankJob:
@@ -160,6 +136,30 @@ class RankJob:
         if (emit := workers.emitter()) is not None and monitor.on_step is None:
             total = self.num_microbatches * len(self.model) * 2 * recipe.train_iters
             monitor.on_step = lambda done: emit("step", done=done, total=total)
+
+    @classmethod
+    def build(cls, recipe: Recipe, run: Run) -> RankJob:
+        """Bring the world of ``recipe`` up, and build what is trained."""
+        engine = sys.modules.get("transformer_engine") or find_spec("transformer_engine")
+        if recipe.transformer_impl == "transformer_engine" and not engine:
+            raise UnsupportedError(
+                "transformer_impl=transformer_engine needs Transformer Engine, absent here",
+                fix="install it, or use transformer_impl=local",
+            )
+        job_arguments.recipe = recipe
+        # another job in this process does not find it
+        run.claims.callback(setattr, job_arguments, "recipe", None)
+        dist.init_process_group()
+        recipe = job_arguments.recipe  # a capture may have made its batch smaller
+        run.monitor.world_known(recipe.world)
+        gc.disable()  # what is built stays: looking through it takes a second of five
+        try:
+            job = cls(recipe, run.monitor, run.tier)
+            gc.collect()
+            gc.freeze()
+        finally:
+            gc.enable()
+        return job
 
     def _hook_up(self) -> None:
         """The hooks that megatron.training sets on the config (training.py:2547 @0.16.1)."""

@@ -21,7 +21,7 @@ from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.world import World
 from megatron_prism.features.compare.cost import TokenCost, token_cost
 from megatron_prism.features.compare.scale import ScaleChange, scale_changes
-from megatron_prism.graph.difference import FirstDifference, difference, rows_of
+from megatron_prism.graph.difference import ComparedOp, FirstDifference, difference
 from megatron_prism.memory.job_peaks import MemoryReport, beside_tensors, needed, peak_memory
 from megatron_prism.memory.peak_changes import Change
 from megatron_prism.memory.peak_changes import compare as compare_peaks
@@ -29,7 +29,6 @@ from megatron_prism.replay.priced_graph import CalibrationLike, MachineLike, Pri
 from megatron_prism.replay.pricing import pricer
 from megatron_prism.replay.rates import Rates, rates_of, tokens_of
 from megatron_prism.replay.timeline import Timeline, mean_parts
-from megatron_prism.replay.uncertainty import differences
 from megatron_prism.replay.uncertainty.differences import TimeDifference, UncertainTime
 from megatron_prism.replay.uncertainty.headline import Headline, headline
 
@@ -298,20 +297,17 @@ def _with_times(
     """Return the comparison with what the replays of both say."""
     timelines = (a.timeline, b.timeline)
     # the same kernels and calls on the same machine have the same errors
-    has_same_errors = comparison.first == () and a.machine == b.machine
-    own_error = differences.OWN
-    if has_same_errors:
-        own_error = 0.0
-    estimates = [differences.estimate(timeline) for timeline in timelines]
+    same_kernels = comparison.first == () and a.machine == b.machine
+    estimates = [UncertainTime.of_timeline(timeline) for timeline in timelines]
     rates = (rates_of(a.timeline), rates_of(b.timeline))
-    speeds = _speeds(timelines, rates, estimates, own_error)
+    speeds = _speeds(timelines, rates, estimates, same_kernels)
     cost = None
     if prices is not None:
         if not speeds:
             raise _no_cost()
         # tokens of a GPU, as its price is for a GPU
         _, of_a_gpu = speeds
-        cost = token_cost(timelines, (of_a_gpu.a, of_a_gpu.b), prices, estimates, own_error)
+        cost = token_cost(timelines, (of_a_gpu.a, of_a_gpu.b), prices, estimates, same_kernels)
 
     # what the iterations are made of
     parts_of_a = _mean_parts(a.timeline)
@@ -322,7 +318,7 @@ def _with_times(
     if comparison.first is None:
         scale = scale_changes(a, b)
     estimate_a, estimate_b = estimates
-    difference = differences.difference(estimate_a, estimate_b, own_error)
+    difference = estimate_a.compared(estimate_b, same_kernels=same_kernels)
     headline_a = headline(a.timeline)
     headline_b = headline(b.timeline)
     return dataclasses.replace(
@@ -349,7 +345,7 @@ def _speeds(
     timelines: tuple[Timeline, Timeline],
     rates: tuple[Rates, Rates],
     estimates: Sequence[UncertainTime],
-    own_error: float,
+    same_kernels: bool,
 ) -> list[TrainingSpeed]:
     """Return tokens per second of both, of the job and of a GPU.
 
@@ -357,7 +353,7 @@ def _speeds(
         timelines: Of both.
         rates: Of both.
         estimates: Of their iterations.
-        own_error: As of ``differences.difference``.
+        same_kernels: As of ``UncertainTime.compared``.
 
     Returns:
         The job's, then that of a GPU; none where one of them does not say its tokens.
@@ -374,8 +370,8 @@ def _speeds(
     cost_b = estimate_b.scaled(1 / tokens_b)
     gpu_cost_a = estimate_a.scaled(gpus_a / tokens_a)
     gpu_cost_b = estimate_b.scaled(gpus_b / tokens_b)
-    chance = differences.difference(cost_a, cost_b, own_error).first_faster
-    gpu_chance = differences.difference(gpu_cost_a, gpu_cost_b, own_error).first_faster
+    chance = cost_a.compared(cost_b, same_kernels=same_kernels).first_faster
+    gpu_chance = gpu_cost_a.compared(gpu_cost_b, same_kernels=same_kernels).first_faster
     rate_a, rate_b = float(rate_a), float(rate_b)
     return [
         TrainingSpeed("tokens/s", False, rate_a, rate_b, chance),
@@ -496,7 +492,9 @@ def _first_differences(jobs: Sequence[object]) -> tuple[FirstDifference, ...] | 
         # the rank's stage was not captured in B
         if b.program_of[rank] < 0:
             continue
-        first = difference(rank, rows_of(a.of(rank)), rows_of(b.of(rank)))
+        rows_of_a = ComparedOp.of_program(a.of(rank))
+        rows_of_b = ComparedOp.of_program(b.of(rank))
+        first = difference(rank, rows_of_a, rows_of_b)
         if first is not None:
             first_differences.append(first)
     return tuple(first_differences)

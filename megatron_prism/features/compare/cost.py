@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from megatron_prism.replay.rates import cost_of_tokens, tokens_of
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.replay.uncertainty import differences
 from megatron_prism.replay.uncertainty.differences import UncertainTime
 
 
@@ -36,7 +35,7 @@ def token_cost(
     tokens_per_gpu_s: tuple[float, float],
     prices: tuple[float, float],
     estimates: Sequence[UncertainTime],
-    own_error: float,
+    same_kernels: bool,
 ) -> TokenCost:
     """Return what tokens of both cost; both say how many an iteration has.
 
@@ -45,7 +44,7 @@ def token_cost(
         tokens_per_gpu_s: Tokens that a GPU of each trains a second.
         prices: Of a GPU of each for an hour.
         estimates: Of their iterations.
-        own_error: As of ``differences.difference``.
+        same_kernels: As of ``UncertainTime.compared``.
     """
     uncertain_costs: list[UncertainTime] = []
     for timeline, estimate, price in zip(timelines, estimates, prices, strict=True):
@@ -53,6 +52,6 @@ def token_cost(
         tokens_of_gpu = tokens_of(programs) / programs.world.size
         uncertain_costs.append(estimate.scaled(price / tokens_of_gpu))
     uncertain_a, uncertain_b = uncertain_costs
-    difference = differences.difference(uncertain_a, uncertain_b, own_error)
+    difference = uncertain_a.compared(uncertain_b, same_kernels=same_kernels)
     cost_a, cost_b = map(cost_of_tokens, tokens_per_gpu_s, prices)
     return TokenCost(prices, cost_a, cost_b, difference.first_faster)

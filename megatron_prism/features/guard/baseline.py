@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +19,6 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.world import World
 from megatron_prism.memory.job_peaks import (
-    UNKNOWN_DEVICE,
     ClassMemoryFigures,
     MemoryReport,
     Text,
@@ -62,8 +62,12 @@ def load(path: str | os.PathLike[str]) -> MemoryReport:
         stored = foreign.read_json(path, _Stored)
         for name, figures in stored.classes.items():
             _check(name, figures)
-    device_provenance = stored.provenance.get("peak_device", UNKNOWN_DEVICE)
-    return MemoryReport(stored.job, stored.classes, device_provenance)
+    report = MemoryReport(stored.job, stored.classes)
+    device = stored.provenance.get("peak_device")
+    # an earlier release did not say what device bytes are made of
+    if device is not None:
+        report = replace(report, device=device)
+    return report
 
 
 class _Stored(msgspec.Struct):

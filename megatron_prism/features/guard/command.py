@@ -160,12 +160,11 @@ def _compare(args: argparse.Namespace) -> Answer:
     is_check = args.action == "check"
     tolerance = 0
     limit = None
-    leak = peak_changes.LEAK
+    leak: int | None = None  # the usual bound
     if is_check:
         tolerance = args.tol
         limit = limit_of(args.limit, args.headroom)
-        if args.leak is not None:
-            leak = args.leak
+        leak = args.leak
 
     before = baseline.load(args.baseline)  # a file that is no baseline is not replaced
     after = _measure(args, before.job.get("alloc_conf", ""))

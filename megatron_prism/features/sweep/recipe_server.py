@@ -215,7 +215,7 @@ def _repeat(
     run = recipe_script.attached(session, recipe, rank)
     monitor, live = run.monitor, run.tier.live
     monitor.started = True  # it has no loop that would have to be followed
-    job = recipe_script.build(recipe, run)
+    job = recipe_script.RankJob.build(recipe, run)
     recorder = Recorder(rank, "meta", live)
     recorder.owned_by(job.model, job.optimizer)
     report_to(recorder, session.changes)

@@ -12,9 +12,8 @@ from megatron_prism.core.columns import columns
 from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.features.traces.compare import Difference, Times, TraceComparison
 from megatron_prism.features.traces.variance import Component, GroupTime, Outlier, Variation
-from megatron_prism.report.chrome_trace import TrackOf, events_of, tracks_of
+from megatron_prism.report.chrome_trace import TrackOf, render_tracks
 from megatron_prism.report.replay import render_html
-from megatron_prism.report.trace_events import trace_file
 
 _MOST_ROWS = 12  # of what differs most
 
@@ -220,14 +219,12 @@ def render_pairs(comparison: TraceComparison) -> str:
         for what, timeline in (("predicted", times.predicted), ("real", times.real)):
             class_number = int(timeline.graph.classes.of[rank.rank])
             rows.append(TrackOf(timeline, class_number, f"rank {rank.rank}, {what}"))
-    tracks = tracks_of(rows)
     about = {
         "made_by": "prism compare",
         "predicted_ns": times.predicted_ns,
         "real_ns": times.real_ns,
-        "iteration_begins_ns": max((track.early for track in tracks), default=0),
     }
-    return trace_file(about, events_of(tracks))
+    return render_tracks(rows, about)
 
 
 @renders(TraceComparison)

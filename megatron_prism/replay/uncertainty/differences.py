@@ -31,6 +31,23 @@ _DEVIATIONS = 1.959964
 
 
 @dataclass(frozen=True)
+class TimeDifference:
+    """A second iteration less a first.
+
+    Attributes:
+        ns: What is expected.
+        low_ns: The lower end of the 95 % interval.
+        high_ns: The upper end.
+        first_faster: The chance that the first is shorter.
+    """
+
+    ns: float
+    low_ns: float
+    high_ns: float
+    first_faster: float
+
+
+@dataclass(frozen=True)
 class UncertainTime:
     """An iteration, and how much shorter and longer each source of uncertainty may make it.
 
@@ -44,12 +61,36 @@ class UncertainTime:
     sources: Mapping[str, tuple[float, float]]
     of: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
+    @classmethod
+    def of_timeline(cls, timeline: Timeline) -> UncertainTime:
+        """Give the iteration of a timeline with its sources of uncertainty."""
+        sources = [vars(source) for source in interval(timeline).sources]
+        return of_sources(timeline.iteration_ns, sources)
+
     def scaled(self, by: float) -> UncertainTime:
         """Give the same of what is proportional to the iteration: money, time a token."""
         sources = {}
         for name, (low, high) in self.sources.items():
             sources[name] = (low * by, high * by)
         return UncertainTime(self.ns * by, sources, self.of)
+
+    def compared(self, second: UncertainTime, *, same_kernels: bool = False) -> TimeDifference:
+        """Compare this iteration, the first, with a second one.
+
+        Args:
+            second: Another iteration.
+            same_kernels: Whether both jobs run the same kernels and calls, so that what is unknown
+                of these moves both alike.
+        """
+        own = OWN
+        if same_kernels:
+            own = 0.0
+        times = drawn([self, second], own=own)
+        longer = times[:, 1] - times[:, 0]
+        low, high = np.quantile(longer, _ENDS)
+        # a tie counts half
+        chance = np.mean(longer > 0) + np.mean(longer == 0) / 2
+        return TimeDifference(second.ns - self.ns, float(low), float(high), float(chance))
 
 
 @dataclass(frozen=True)
@@ -69,12 +110,6 @@ class Standing:
     low_ns: float
     high_ns: float
     best: float
-
-
-def estimate(timeline: Timeline) -> UncertainTime:
-    """Give the iteration of a timeline with its sources of uncertainty."""
-    sources = [vars(source) for source in interval(timeline).sources]
-    return of_sources(timeline.iteration_ns, sources)
 
 
 def of_sources(ns: float, sources: Iterable[Mapping[str, Any]]) -> UncertainTime:
@@ -201,37 +236,3 @@ def standings(estimates: Sequence[UncertainTime]) -> list[Standing]:
 def _is_surely_slower(times: np.ndarray, member_times: np.ndarray) -> bool:
     """Say whether drawn times are above those of a member at both ends of the interval."""
     return bool(np.mean(times <= member_times) < _ENDS[0])
-
-
-@dataclass(frozen=True)
-class TimeDifference:
-    """A second iteration less a first.
-
-    Attributes:
-        ns: What is expected.
-        low_ns: The lower end of the 95 % interval.
-        high_ns: The upper end.
-        first_faster: The chance that the first is shorter.
-    """
-
-    ns: float
-    low_ns: float
-    high_ns: float
-    first_faster: float
-
-
-def difference(first: UncertainTime, second: UncertainTime, own: float = OWN) -> TimeDifference:
-    """Compare two iterations.
-
-    Args:
-        first: An iteration.
-        second: Another one.
-        own: The part of each source that they do not share; 0 of jobs that run the same kernels
-            and calls.
-    """
-    times = drawn([first, second], own=own)
-    longer = times[:, 1] - times[:, 0]
-    low, high = np.quantile(longer, _ENDS)
-    # a tie counts half
-    chance = np.mean(longer > 0) + np.mean(longer == 0) / 2
-    return TimeDifference(second.ns - first.ns, float(low), float(high), float(chance))

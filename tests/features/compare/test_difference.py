@@ -8,7 +8,7 @@ from megatron_prism.cli.main import main
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs, save
 from megatron_prism.core.world import World
-from megatron_prism.graph.difference import ComparedOp, difference, rows_of
+from megatron_prism.graph.difference import ComparedOp, difference
 
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
 
@@ -26,7 +26,8 @@ BEFORE = (computed(), reduced(), computed(), reduced(), Op("mark", note="x"))
 
 
 def found(*after):
-    return difference(0, *(rows_of(Program.from_ops(0, ops)) for ops in (BEFORE, after)))
+    programs = [Program.from_ops(0, ops) for ops in (BEFORE, after)]
+    return difference(0, *map(ComparedOp.of_program, programs))
 
 
 def test_times_lines_and_events_are_no_difference():

@@ -10,7 +10,6 @@ from megatron_prism.features.sweep import sweep as rank
 from megatron_prism.replay.uncertainty.differences import (
     TimeDifference,
     UncertainTime,
-    difference,
     of_sources,
     standings,
 )
@@ -46,11 +45,11 @@ def test_what_is_shared_decides_nothing():
     """Kernels may be off by half, and by as much in both: their own third still decides."""
     slow = {"what": "kernels", "low_ns": 50, "high_ns": 50}
     one, other = (UncertainTime(ns, {"kernels": (50, 50)}) for ns in (100, 200))
-    assert difference(one, other).first_faster == 1
+    assert one.compared(other).first_faster == 1
     assert of_sources(100, [slow]) == one
     unlike = UncertainTime(101, {"calls": (50, 50)})
-    assert 0.4 < difference(one, unlike).first_faster < 0.6
-    assert difference(one, one) == TimeDifference(0, 0, 0, 0.5)
+    assert 0.4 < one.compared(unlike).first_faster < 0.6
+    assert one.compared(one) == TimeDifference(0, 0, 0, 0.5)
 
 
 def test_kernels_that_both_run_are_as_far_off_in_both():
@@ -61,13 +60,13 @@ def test_kernels_that_both_run_are_as_far_off_in_both():
     )
     widths = []
     for job in (alike, half, other):
-        found = difference(first, job)
+        found = first.compared(job)
         widths.append((found.high_ns - found.low_ns) / 2)
     assert widths[0] == pytest.approx(0, abs=1e-6)
     assert widths[2] == pytest.approx(10 / 3 * 2**0.5, rel=0.05)
     assert widths[0] < widths[1] < widths[2]
     as_long = UncertainTime(100, {"kernels": (10, 10)}, {"kernels": {2: 90}})
-    assert difference(first, as_long).high_ns == pytest.approx(widths[2], rel=0.1)
+    assert first.compared(as_long).high_ns == pytest.approx(widths[2], rel=0.1)
 
 
 def test_no_two_of_a_group_surely_differ():
@@ -80,7 +79,7 @@ def test_no_two_of_a_group_surely_differ():
     assert groups[-1] > 1
     for number in set(groups):
         members = [job for place, job in places if place.group == number]
-        assert all(difference(*pair).low_ns <= 0 for pair in combinations(members, 2))
+        assert all(a.compared(b).low_ns <= 0 for a, b in combinations(members, 2))
 
 
 def test_cost_is_of_a_billion_tokens():
