@@ -42,11 +42,13 @@ _PLACES = 1000  # more threads than one lane ever needs
 
 def render_timeline(timeline: Timeline) -> str:
     """Write the last iteration as a Chrome trace."""
-    rows = [TrackOf(timeline, index) for index in range(len(timeline.graph.classes))]
+    num_classes = len(timeline.graph.classes)
+    rows = [TrackOf(timeline, index) for index in range(num_classes)]
     tracks = _tracks_of(rows)
     provenance = [text for text in timeline.prices.sources if not text.startswith("none")]
-    source = timeline.graph.programs.source
-    slices = {f"slices_{key}": short(value) for key, value in source.items()}
+    slices = {}
+    for key, value in timeline.graph.programs.source.items():
+        slices[f"slices_{key}"] = short(value)
     about = {
         "made_by": "prism replay",
         "world": str(timeline.graph),

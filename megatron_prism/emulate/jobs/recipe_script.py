@@ -254,9 +254,10 @@ class RankJob:
         assert self.before is not None
         # which part of the model this rank has
         place = recipe.world.coordinates(world.rank)
-        one_by_one = ["grouped GEMM: one expert after the other"] * (
-            recipe.moe_grouped_gemm and not self.config.moe_grouped_gemm
-        )
+        one_by_one: list[str] = []
+        # without Transformer Engine grouped products are computed one by one
+        if recipe.moe_grouped_gemm and not self.config.moe_grouped_gemm:
+            one_by_one.append("grouped GEMM: one expert after the other")
         memory: Json = {"peaks": self.peaks, "provenance": "unknown on this tier"}
         if tier.live is not None:
             text = job_settings.as_text(recipe.settings(job_arguments.text_of))

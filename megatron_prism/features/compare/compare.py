@@ -337,8 +337,11 @@ def _with_times(
 
 def _mean_parts(timeline: Timeline) -> dict[str, float]:
     """Return ns by what a mean rank does."""
-    counts = enumerate(timeline.graph.classes.counts)
-    return mean_parts({**vars(timeline.account(index)), "count": count} for index, count in counts)
+    accounts: list[dict[str, Any]] = []
+    for index, count in enumerate(timeline.graph.classes.counts):
+        account = vars(timeline.account(index))
+        accounts.append({**account, "count": count})
+    return mean_parts(accounts)
 
 
 def _speeds(
@@ -362,7 +365,9 @@ def _speeds(
     rate_a, rate_b = (job_rates.tokens_per_s.value for job_rates in rates)
     if not tokens_a or not tokens_b or rate_a is None or rate_b is None:
         return []
-    gpus_a, gpus_b = (timeline.graph.programs.world.size for timeline in timelines)
+    timeline_a, timeline_b = timelines
+    gpus_a = timeline_a.graph.programs.world.size
+    gpus_b = timeline_b.graph.programs.world.size
     estimate_a, estimate_b = estimates
 
     # what a token takes, of all GPUs or of one
