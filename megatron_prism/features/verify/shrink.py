@@ -277,8 +277,10 @@ def small_world(world: World, dp_known: bool, wide_pipeline: bool = False) -> Wo
     model = sizes["tp"] * sizes["pp"] * sizes["cp"]
     dense_ranks = sizes["tp"] * sizes["cp"]  # of a stage and a replica
     expert_ranks = sizes["etp"] * sizes["ep"]
-    # a fault of experts' replicas shows only where there are two
-    wants_expert_replicas = sizes["ep"] > 1 and (world.edp > 1 or not dp_known)
+    # a fault of experts' replicas shows only where there are two; with a grid of their own they
+    # have other replicas than the rest (Megatron-LM 5916: only where ep is 1 and etp is not tp)
+    has_expert_grid = sizes["ep"] > 1 or sizes["etp"] != sizes["tp"]
+    wants_expert_replicas = has_expert_grid and (world.edp > 1 or not dp_known)
     dp = 2 if world.dp > 1 or not dp_known else 1
     while True:
         # experts must divide the ranks of a stage: more replicas until they do
@@ -312,7 +314,17 @@ _WITHOUT = {"tp": ("tp", "etp"), "pp": ("pp",), "cp": ("cp",), "dp": ("ep",), "e
 
 
 def without(world: World, part: str) -> World | None:
-    """``world`` with the dimension ``part`` (``tp``, ``dp`` …) at 1; None where it is not above."""
+    """Return ``world`` without a dimension.
+
+    Args:
+        world: of the copy.
+        part: ``tp``, ``dp`` …, which becomes 1; ``etp``, which becomes tp.
+
+    Returns:
+        The smaller world; None where there is nothing to leave out, or no world without it.
+    """
+    if part == "etp":
+        return _without_expert_tensor_parallel(world)
     # nothing to leave out
     if part not in _WITHOUT or getattr(world, part) == 1:
         return None
@@ -321,6 +333,17 @@ def without(world: World, part: str) -> World | None:
         size //= getattr(world, part)
     try:
         return replace(world, size=size, **dict.fromkeys(_WITHOUT[part], 1))  # type: ignore[arg-type]
+    except WorldError:
+        return None
+
+
+def _without_expert_tensor_parallel(world: World) -> World | None:
+    """Return the world whose experts have the tensor parallel size of the rest."""
+    if world.etp == world.tp:
+        return None
+    try:
+        return replace(world, etp=world.tp)
+    # the order of the ranks, or ep, needs the experts' own size
     except WorldError:
         return None
 
@@ -569,6 +592,9 @@ def parts_of(args: object, copy: World) -> list[str]:
     """Which ``PARTS`` a copy's arguments have, and its dimensions above 1."""
     parts = [name for name, off in PARTS.items() if _has_part(args, name, off)]
     dimensions = [name for name in ("cp", "ep", "tp", "pp", "dp") if getattr(copy, name) > 1]
+    # of one size with tp it is no part of its own
+    if copy.etp != copy.tp:
+        dimensions.insert(0, "etp")
     return parts + dimensions
 
 

@@ -29,6 +29,8 @@ DP_LAST = "tp-cp-ep-pp-dp"
         (World(8, tp=8), False, 4, {"tp": 2, "dp": 2}),
         (World(64, ep=8), True, 4, {"ep": 2, "edp": 2}),
         (World(8, ep=8), True, 2, {"ep": 2, "edp": 1}),
+        (World(8, etp=2), True, 4, {"etp": 2, "edp": 2}),
+        (World(2, etp=2), True, 2, {"etp": 2, "edp": 1}),
         (World(256, tp=2, pp=8, cp=2, ep=8, etp=1), True, 16, {"ep": 2, "etp": 1, "cp": 2}),
         (World(8, tp=4, pp=2, ep=2, etp=2, order=DP_LAST), True, 8, {"tp": 4, "ep": 2, "etp": 2}),
         (World(64, tp=2, pp=2, cp=2, etp=4, order=DP_LAST), True, 16, {"tp": 2, "cp": 2, "etp": 4}),
@@ -106,6 +108,16 @@ def test_a_part_that_is_a_dimension_is_left_out():
     copy = World(8, tp=2, pp=2)
     assert shrink.without(copy, "tp") == World(4, pp=2, etp=1)
     assert shrink.without(copy, "cp") is None
+
+
+@pytest.mark.parametrize(("tp", "etp"), [(1, 2), (2, 1)])
+def test_a_size_of_experts_of_their_own_is_left_out_as_a_part(tp, etp):
+    args, _ = shrunk()
+    copy = World(4, tp=tp, etp=etp)
+    assert shrink.parts_of(args, copy)[0] == "etp"
+    assert shrink.without(copy, "etp") == World(4, tp=tp)
+    assert shrink.parts_of(args, World(4, tp=tp)) == [*(["tp"] if tp > 1 else []), "dp"]
+    assert shrink.without(World(4, tp=tp), "etp") is None
 
 
 @pytest.mark.parametrize("given", [{"use_torch_fsdp2": True}, {"use_legacy_models": True}], ids=str)
