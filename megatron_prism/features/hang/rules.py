@@ -460,8 +460,7 @@ def devices_that_never_started(judgement: Judgement) -> list[Culprit]:
         if not calls:
             continue
         heads[rank] = calls[0]
-        # behind an older call that its recorder lost, none starts
-        if calls[0].state == "scheduled" and rank not in state.short_rings:
+        if calls[0].state == "scheduled":
             scheduled[rank] = calls[0]
 
     # a recorder without timing starts nothing
@@ -469,6 +468,9 @@ def devices_that_never_started(judgement: Judgement) -> list[Culprit]:
         return []
     culprits: list[Culprit] = []
     for rank, entry in scheduled.items():
+        # behind an older call that its recorder lost, none starts
+        if rank in state.short_rings:
+            continue
         text = f"the device of rank {rank} never started {call_text(entry)}"
         judgement.note(entry, text)
         culprits.append(Culprit(rank, "device stuck", f"never started {call_text(entry)}"))
@@ -564,20 +566,19 @@ def _out_of_order(judgement: Judgement, queued: bool) -> list[Culprit]:
     conflicts = _order_conflicts(judgement, queued)
     judgement.uncompared = conflicts.uncompared
     opponent_counts = conflicts.opponent_counts
+    # siblings without a dump decide: the odd ones and these, or all the others, may be right
+    if conflicts.undecided:
+        odd = [rank for rank in conflicts.undecided if rank in state.dumps]
+        lost = [rank for rank in conflicts.undecided if rank not in state.dumps]
+        text = f"{ranks_text(odd)} issued calls otherwise than the siblings that left a dump; "
+        text += f"what {ranks_text(lost)} did, without a dump, decides which of them are odd"
+        judgement.evidence.append(text)
+        return []
     if not opponent_counts:
         return []
 
-    # the ranks between which no vote decided: that all of them are at odds with others, or none of
-    # them, says nothing about the call
-    undecided: set[int] = set()
-    for mismatch in mismatches:
-        if not mismatch.ranks:
-            undecided |= set(mismatch.among)
-    if undecided and undecided <= opponent_counts.keys():
+    if not _may_explain(mismatches, opponent_counts.keys()):
         return []
-    if undecided and undecided.isdisjoint(opponent_counts):
-        return []
-
     ranks = waits.ranks_where_waits_end(state, sorted(opponent_counts))
     if not ranks:
         return []
@@ -603,6 +604,20 @@ def _out_of_order(judgement: Judgement, queued: bool) -> list[Culprit]:
     if judgement.first is not None:
         judgement.evidence.append(f"first: {call_text(judgement.first)}")
     return [Culprit(rank, "order", texts[rank]) for rank in ranks]
+
+
+def _may_explain(mismatches: Iterable[Mismatch], odd_ranks: Collection[int]) -> bool:
+    """Tell whether ranks that left the order explain the calls that no vote decides.
+
+    That all ranks of such a call are at odds with others, or none of them, says nothing about it.
+    """
+    undecided: set[int] = set()
+    for mismatch in mismatches:
+        if not mismatch.ranks:
+            undecided |= set(mismatch.among)
+    if not undecided:
+        return True
+    return not undecided <= set(odd_ranks) and not undecided.isdisjoint(odd_ranks)
 
 
 def _are_of_one_pipeline(state: JobState, ranks: Collection[int]) -> bool:

@@ -13,6 +13,7 @@ rhythm    : which ranks changed the messages that they repeat in each iteration?
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,11 +74,14 @@ class OrderConflicts:
         opponent_counts: Rank -> number of siblings with which it disagrees.
         conflict_of_rank: The same ranks -> the first disagreement of each with a sibling.
         uncompared: What was not compared, in words; "" if all siblings were compared.
+        undecided: The odd siblings, and those without a dump that may have done as they did, if
+            these decide who is at odds with whom.
     """
 
     opponent_counts: dict[int, int]
     conflict_of_rank: dict[int, Conflict]
     uncompared: str = ""
+    undecided: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,12 +157,13 @@ def find_order_conflicts(
 
     Returns:
         The ranks.  There are none if several choices are as good, or if more than a third of the
-        siblings would be named: the siblings then have two programs, and neither is wrong.
+        siblings would be named: the siblings then have two programs, and neither is wrong.  Nor are
+        there any if siblings without a dump could turn the vote.
     """
     opponent_counts: dict[int, int] = {}
     conflict_of_rank: dict[int, Conflict] = {}
     uncompared = ""
-    for siblings_of_place in state.siblings.values():
+    for place, siblings_of_place in state.siblings.items():
         ranks = [rank for rank in siblings_of_place if rank not in apart]
         equal_siblings = _sets_of_equal_siblings(state, ranks, queued)
         if len(equal_siblings) > _MAX_COMPARED:
@@ -181,8 +186,33 @@ def find_order_conflicts(
         # two programs, and no sign which of them is wrong
         if not comparison.exclusion.is_unique or 3 * len(excluded) > len(ranks):
             return OrderConflicts({}, {}, uncompared)
+        lost = state.siblings_without_dump(place)
+        if _may_be_turned(len(excluded), len(ranks) - len(excluded), len(lost)):
+            return OrderConflicts({}, {}, uncompared, (*sorted(excluded), *lost))
         opponent_counts |= excluded
     return OrderConflicts(opponent_counts, conflict_of_rank, uncompared)
+
+
+_CHANCE = 0.05  # of a vote that comes out so though not most siblings are of that opinion
+
+
+def _may_be_turned(odd_count: int, agreeing_count: int, lost_count: int) -> bool:
+    """Tell whether siblings without a dump may turn a vote.
+
+    Of all siblings just half may agree, and the dumps that were lost be mostly those of the others:
+    how likely is it that no more odd ones are left?  Of four siblings three are left, and two of
+    these agree: in one of two losses.  Of sixty-four sixteen are left, and fifteen agree: never.
+    """
+    if not odd_count or not lost_count:
+        return False
+    seen_count = odd_count + agreeing_count
+    sibling_count = seen_count + lost_count
+    half = sibling_count // 2
+    ways = 0
+    for unlike_count in range(odd_count + 1):
+        of_the_others = math.comb(sibling_count - half, unlike_count)
+        ways += of_the_others * math.comb(half, seen_count - unlike_count)
+    return ways > _CHANCE * math.comb(sibling_count, seen_count)
 
 
 _TWINS = 3  # ranks, at least, among which one may be the odd one
@@ -536,6 +566,9 @@ def is_behind_replicas(state: JobState, rank: int) -> bool:
     have gone on as stand where ``rank`` stands.  A lead in other groups proves nothing: replicas
     with fewer microbatches make fewer calls and stand still all the same.
     """
+    # it may stand in an older call that its recorder has lost
+    if rank in state.short_rings:
+        return False
     own_counts = state.counts[rank]
     awaited_groups: set[str] = set()
     for name, late_rank in state.lates:

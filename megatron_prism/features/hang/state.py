@@ -473,6 +473,13 @@ class JobState:
         """Return the ranks with a dump at the rank's place of the pipeline, itself among them."""
         return self.siblings[self.role.get(rank, 0)]
 
+    def siblings_without_dump(self, place: int) -> list[int]:
+        """Return the ranks at a place of the pipeline that are in some group but left no dump."""
+        # without a pipeline all ranks are siblings
+        if not self.role:
+            return list(self.missing)
+        return [rank for rank in self.missing if self.role.get(rank) == place]
+
     def unlike_replicas(self, rank: int, desc: str) -> bool:
         """Tell whether siblings made unlike numbers of calls up to the same call.
 

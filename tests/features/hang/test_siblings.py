@@ -1,5 +1,7 @@
 """Ranks are compared with siblings by what both can know: made-up dumps of few ranks."""
 
+import random
+
 import pytest
 from helpers.dump_values import Dump
 
@@ -98,17 +100,17 @@ def test_records_of_one_coalesced_call_that_another_separates_exchange_nothing()
     """Two siblings that differ in two later calls are compared, though a call that ended has a
     second record behind another one."""
     dumps = {}
-    for rank in range(4):
+    for rank in range(8):
         dump = Dump({"tp": [rank, 10 + rank], "dp": [rank, 20 + rank], "mp": [rank, 30 + rank]})
         dump.call("tp", done=True)
         dump.call("dp", done=True)
         dump.call("tp", done=True, collective_seq_id=1)  # the same call, issued as one
         dump.made["tp"], dump.ended["tp"] = 1, 1
-        for kind in ("mp", "dp") if rank == 3 else ("dp", "mp"):
+        for kind in ("mp", "dp") if rank == 7 else ("dp", "mp"):
             dump.call(kind)
         dumps[rank] = dump
     found = siblings.find_order_conflicts(state_of(dumps))
-    assert found.opponent_counts == {3: 3}
+    assert found.opponent_counts == {7: 7}
 
 
 def test_a_call_of_unknown_time_is_not_the_oldest():
@@ -121,3 +123,21 @@ def test_a_call_of_unknown_time_is_not_the_oldest():
     conflict = Conflict(CallKey(TP, False, 99), "")
     call = siblings.call_of(state_of(dumps), conflict, 0)
     assert call.op == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("odd", "agreeing", "lost"),
+    [(1, 2, 1), (1, 3, 1), (1, 3, 4), (1, 15, 48), (1, 6, 1), (2, 6, 2), (0, 3, 1), (1, 3, 0)],
+)
+def test_lost_dumps_turn_a_vote_as_often_as_drawn_losses_do(odd, agreeing, lost):
+    """Half of the siblings agree: how often does a loss leave no more odd ones than there are?"""
+    rng = random.Random(0)
+    total = odd + agreeing + lost
+    opinions = [place < total // 2 for place in range(total)]
+    draws = [rng.sample(opinions, odd + agreeing).count(False) for _ in range(20_000)]
+    share = sum(odd_left <= odd for odd_left in draws) / len(draws)
+    # nothing to decide
+    if not odd or not lost:
+        share = 0
+    assert abs(share - 0.05) > 0.01, "drawn too close to the bound to tell"
+    assert siblings._may_be_turned(odd, agreeing, lost) == (share > 0.05)

@@ -184,3 +184,34 @@ def test_a_member_without_a_dump_may_have_come(lost):
     del values[lost]
     found = analyze.diagnose_dumps(DumpSet({r: of_value(v, r) for r, v in values.items()}))
     assert found.possibly == found.culprits, found
+
+
+DRAWN = [
+    # rank 1's two siblings save, and the dump of the third is lost: rank 1 was out of their order
+    (save_on_some, "interleaved", "timed", 4),
+    # four calls of each rank are left: rank 2 was behind replicas by the calls that are
+    (save_on_some, "dynamic", "timed", 4),
+    # 12 of 15 recorders are too short to say which call is the oldest: three "never started" it
+    (killed_without_a_word, "interleaved", "history", 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "world", "how", "seed"), DRAWN)
+def test_nobody_innocent_is_named_in_what_was_drawn(kind, world, how, seed):
+    culprits, lost, found = judged(kind, world, how, seed)
+    possible = {culprit.rank for culprit in found.possibly} & lost
+    assert {culprit.rank for culprit in found.culprits} - possible <= culprits, found
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("savers", "lost"), [((0, 2, 9), 1), ((0, 1, 5), 3), ((8, 9, 5), 11), ((12, 14, 5), 13)]
+)
+def test_a_sibling_without_a_dump_may_turn_the_vote(savers, lost, how):
+    """Of a stage's four two save and one is lost: the fourth is not the odd one for it."""
+
+    def lose(values):
+        del values[lost]
+
+    named, found = verdict_of(saves(*savers), "interleaved", how, lose)
+    assert named <= set(savers), found
