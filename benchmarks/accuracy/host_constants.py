@@ -144,7 +144,7 @@ def rows() -> list[Row]:
     made_by = [file["constants"][kind] for kind in KINDS]
     found = []
     for name, stored in sorted(file["tests"].items()):
-        # its slices have no graphs
+        # its host launches graphs, in no time that one of these constants is of
         if "cudagraph" in name or "faster" not in stored["seconds"]:
             continue
         programs = parse(stored["program"])
@@ -222,7 +222,8 @@ def reprice(file: dict[str, Any]) -> None:
     """Give the kept slices of a file the host's time by today's constants."""
     made_by = [file["constants"][kind] for kind in KINDS]
     constants = np.array(TODAY, dtype=float)
-    for stored in [*file["tests"].values(), *file["one_gpu"].values()]:
+    kept_jobs = [*file["tests"].values(), *file["one_gpu"].values(), *file["graphs"].values()]
+    for stored in kept_jobs:
         programs = parse(stored["program"])
         priced = []
         for program in programs.programs:

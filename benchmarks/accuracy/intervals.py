@@ -192,6 +192,7 @@ def published() -> list[Pair]:
         Pair(
             row["name"], "published", 1e3 * row["iteration_s"], 1e3 * row["published_iteration_s"],
             kernels=row["computing"] + row["bubble"], calls=row["exposed"],
+            on_path=row.get("host", 0.0),
         )
         for row in rows
     ]  # fmt: skip

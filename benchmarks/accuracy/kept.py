@@ -123,6 +123,13 @@ def functional_tests(hosts: str = "faster", named: bool = False) -> Iterator[Fou
             yield evaluated(name, f"{hosts} hosts", row["program"], "h100", real, known)
 
 
+def graphs() -> Iterator[Found]:
+    """Jobs of one GPU with CUDA graphs, by the index of their sitting (``host_constants``)."""
+    for name, row in sorted(read(WITHOUT_GPU)["graphs"].items()):
+        real_ns = 1e6 * median(row["real_ms"])
+        yield evaluated(name, row["where"], row["program"], "h100", real_ns, row["index"])
+
+
 def bare(slices: Path) -> str:
     """The text of programs without what memory they take."""
     programs = prism.load(slices)

@@ -80,6 +80,8 @@ def without_gpu() -> None:
               f"{sum(one.holds for one in rows)} inside intervals {100 * width:.0f} % "
               "wide")  # fmt: skip
         beside(rows[:10], 0)
+    print("CUDA graphs of jobs of one GPU:")
+    beside(list(kept.graphs()), 1)
 
 
 # -- stored iterations of real jobs ---------------------------------------------------------------

@@ -27,7 +27,14 @@ def test_the_table_has_every_row_the_worst_included():
         )
         assert cells[:2] == [row["name"], f"{row['gpus']:,}"]
         figures = [f"{row['tflops']:.0f}", f"{row['predicted_tflops']:.0f}"]
-        assert cells[3:] == [*figures, error, median_error]
+        assert cells[3:7] == [*figures, error, median_error]
+        # TFLOP/s on the slowest and the fastest host
+        fastest_s, slowest_s = row.get("hosts_s", (1, 1))
+        on_hosts = ""
+        if fastest_s < slowest_s:
+            flops = row["predicted_tflops"] * row["iteration_s"]
+            on_hosts = f"{flops / slowest_s:.0f} to {flops / fastest_s:.0f}"
+        assert cells[7] == on_hosts
 
 
 def test_published_times_follow_from_model_flops():
@@ -38,8 +45,19 @@ def test_published_times_follow_from_model_flops():
     assert abs(flops / 2304 / 432.8e12 / row["published_iteration_s"] - 1) < 1e-9
 
 
+def test_a_job_whose_host_nobody_knows_lies_among_the_measured_hosts():
+    row = next(row for row in ROWS if "of others" in row["name"])
+    fastest_s, slowest_s = row["hosts_s"]
+    assert fastest_s < row["published_iteration_s"] < slowest_s
+
+
+def _waits_for_its_host(row):
+    fastest_s, slowest_s = row.get("hosts_s", (1, 1))
+    return fastest_s < slowest_s
+
+
 @pytest.mark.parametrize("kind", ["op table", "op table and roofline", "roofline"])
 def test_kernels_that_never_ran_are_given_the_error_that_was_found(kind):
-    worst = max(abs(row["error"]) for row in ROWS)
+    worst = max(abs(row["error"]) for row in ROWS if not _waits_for_its_host(row))
     range = next(one for one in RANGES if one.begins == f"modelled: {kind}")
     assert worst - 0.01 < range.high - 1 < worst + 0.05
