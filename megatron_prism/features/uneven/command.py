@@ -29,8 +29,8 @@ def uneven(args: argparse.Namespace) -> Answer:
     DIR is a capture in which all ranks get the same.  Exit status 1 if the job would hang or its
     calls do not fit, with the first call and its line in Megatron, and the smallest example.
 
-    What ranks get (each as often as needed; a rank in one of them, or in microbatches= and
-    lengths=):
+    What ranks get (each as often as needed; a rank in one of them, or in several of
+    microbatches=, lengths= and loader=):
       microbatches=RANKS:N      their loop has N turns: captured steps in the order of Megatron's
                                 scheduler
       loader=RANKS:N            their data iterator raises StopIteration after N microbatches

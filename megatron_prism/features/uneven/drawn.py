@@ -149,7 +149,10 @@ def _is_enough(captures: LengthCaptures, batches: Batches) -> bool:
 
     Raises:
         UsageError: Samples are packed, and there are two captures.
+        ProgramError: Megatron cannot cut samples of a length into equal parts.
     """
+    # every length, also those of iterations whose calls are not examined
+    captures.check_lengths(np.unique(batches.tokens).tolist())
     count = len(captures.by_length)
     if batches.is_packed and count == 2:
         raise UsageError(

@@ -5,8 +5,11 @@ of which the members of a group send other counts though the backend takes equal
 
 DeepEP exchanges counts before tokens, as an all-to-all does.  HybridEP sizes its buffers and the
 routing map of all ranks by the own count (deepseek-ai/DeepEP issue 604), so counts must be equal;
-``moe_hybridep_pad_uneven_dispatch_inputs`` pads them to the largest of the group
-(core/transformer/moe/token_dispatcher.py:1221 _HybridEPManager.setup_metadata @0.19.0).
+``moe_hybridep_pad_uneven_dispatch_inputs`` pads them to the largest of the group, rounded up to
+a multiple of 64, the chunk of the kernels (core/transformer/moe/token_dispatcher.py:1061
+_HybridEPManager.setup_metadata, fused_a2a.py:281 @0.19.0).  Unpadded counts need no such multiple,
+but a rest by 64 that fits the kernels' loads of 16 bytes (DeepEP hybrid-ep executor
+metadata_preprocess_core), of which nothing is known here.
 """
 
 from __future__ import annotations

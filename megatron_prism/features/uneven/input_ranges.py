@@ -265,10 +265,10 @@ def _inputs_of_unit(
     usual_count = sources.captured.num_microbatches
     count = chosen.get(InputKind.MICROBATCHES, usual_count)
     inputs: list[UnevenInput] = []
+    # a loader with as many microbatches as the loop has turns, or more, does not end
     loader = chosen.get(InputKind.LOADER, count)
-    if loader < count:
-        # a loop of another length with a loader that ends is a loader that ends
-        return [UnevenInput(InputKind.LOADER, unit.ranks, count=loader)]
+    if loader >= count:
+        loader = -1
     lengths: tuple[int, ...] = ()
     if InputKind.LENGTHS in chosen:
         lengths = (chosen[InputKind.LENGTHS],) * count
@@ -278,9 +278,13 @@ def _inputs_of_unit(
         own_count = -1
         if count != usual_count:
             own_count = count
-        inputs.append(UnevenInput(InputKind.LENGTHS, unit.ranks, count=own_count, lengths=lengths))
+        inputs.append(
+            UnevenInput(InputKind.LENGTHS, unit.ranks, own_count, lengths=lengths, loader=loader)
+        )
     elif count != usual_count:
-        inputs.append(UnevenInput(InputKind.MICROBATCHES, unit.ranks, count=count))
+        inputs.append(UnevenInput(InputKind.MICROBATCHES, unit.ranks, count, loader=loader))
+    elif loader >= 0:
+        inputs.append(UnevenInput(InputKind.LOADER, unit.ranks, loader))
     return inputs
 
 

@@ -44,6 +44,7 @@ class UnevenInput:
             programs -1.
         path: The other capture of kind ``PROGRAMS``.
         lengths: Tokens of a sample of each microbatch; one: of all microbatches.
+        loader: Microbatches in the loader, where that is no input of its own; -1: enough.
     """
 
     kind: InputKind
@@ -51,6 +52,12 @@ class UnevenInput:
     count: int = -1
     path: str = ""
     lengths: tuple[int, ...] = ()
+    loader: int = -1
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the data iterator of the ranks ends before the iteration does."""
+        return self.kind is InputKind.LOADER or self.loader >= 0
 
     @property
     def value(self) -> str:
@@ -62,12 +69,15 @@ class UnevenInput:
         return str(self.count)
 
     def __str__(self) -> str:
-        """Write it as a word of the command, or as two."""
+        """Write it as the words of the command."""
         ranks = format_ranks(self.ranks)
-        word = f"{self.kind.value}={ranks}:{self.value}"
+        words: list[str] = []
         if self.kind is InputKind.LENGTHS and self.count >= 0:
-            return f"{InputKind.MICROBATCHES.value}={ranks}:{self.count} {word}"
-        return word
+            words.append(f"{InputKind.MICROBATCHES.value}={ranks}:{self.count}")
+        words.append(f"{self.kind.value}={ranks}:{self.value}")
+        if self.loader >= 0:
+            words.append(f"{InputKind.LOADER.value}={ranks}:{self.loader}")
+        return " ".join(words)
 
 
 def read_input(kind: InputKind, text: str, world: World) -> UnevenInput:
@@ -98,22 +108,35 @@ def read_input(kind: InputKind, text: str, world: World) -> UnevenInput:
 
 
 def join_counts(inputs: Sequence[UnevenInput]) -> list[UnevenInput]:
-    """Make one input of a number of microbatches and of their lengths, of the same ranks."""
-    counts: dict[tuple[int, ...], int] = {}
-    ranks_with_lengths: set[tuple[int, ...]] = set()
-    for uneven_input in inputs:
-        if uneven_input.kind is InputKind.MICROBATCHES:
-            counts[uneven_input.ranks] = uneven_input.count
-        elif uneven_input.kind is InputKind.LENGTHS:
-            ranks_with_lengths.add(uneven_input.ranks)
+    """Make one input of what several words say of the same ranks.
+
+    A number of microbatches, their lengths and what the loader has go together.
+    """
+    words_of_ranks: dict[tuple[int, ...], dict[InputKind, UnevenInput]] = {}
     joined: list[UnevenInput] = []
     for uneven_input in inputs:
         kind, ranks = uneven_input.kind, uneven_input.ranks
-        if kind is InputKind.MICROBATCHES and ranks in ranks_with_lengths:
-            continue
-        if kind is InputKind.LENGTHS and ranks in counts:
-            uneven_input = dataclasses.replace(uneven_input, count=counts[ranks])
-        joined.append(uneven_input)
+        words = words_of_ranks.setdefault(ranks, {})
+        # another batch, and what is said twice, stay inputs of their own, which are refused
+        if kind is InputKind.PROGRAMS or kind in words:
+            joined.append(uneven_input)
+        else:
+            words[kind] = uneven_input
+    for words in words_of_ranks.values():
+        loader = words.get(InputKind.LOADER)
+        microbatches = words.get(InputKind.MICROBATCHES)
+        whole = words.get(InputKind.LENGTHS)
+        # lengths of as many microbatches as the loop has turns
+        if whole is not None and microbatches is not None:
+            whole = dataclasses.replace(whole, count=microbatches.count)
+        if whole is None:
+            whole = microbatches
+        if whole is not None and loader is not None:
+            whole = dataclasses.replace(whole, loader=loader.count)
+        if whole is None:
+            whole = loader
+        if whole is not None:
+            joined.append(whole)
     return joined
 
 

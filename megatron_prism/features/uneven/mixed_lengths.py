@@ -19,7 +19,8 @@ first rank broadcasts the batch, and the others receive it into tensors of ``--s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -133,6 +134,7 @@ class LengthCaptures:
                 microbatches, or the captures do different ops.
         """
         wanted = list(lengths)
+        self.check_lengths(wanted)
         if len(wanted) == 1:
             wanted = wanted * self.microbatches
         if len(wanted) != self.microbatches:
@@ -169,6 +171,38 @@ class LengthCaptures:
         program_of[roots] = self.captured.program_of[roots]
         all_programs = (*mixed, *receiving)
         return dataclasses.replace(self.captured, programs=all_programs, program_of=program_of)
+
+    def check_lengths(self, lengths: Iterable[int]) -> None:
+        """Check that Megatron can cut samples of these lengths into equal parts.
+
+        A sample is cut into two parts for each rank of context parallelism
+        (core/utils.py:2027 get_batch_on_this_cp_rank @0.16.1), and what such a rank has into one
+        for each rank of a tensor-parallel group with sequence parallelism
+        (core/tensor_parallel/mappings.py:67 @0.16.1).
+
+        Args:
+            lengths: Tokens of samples.
+
+        Raises:
+            ProgramError: A length is no multiple of the parts.
+        """
+        world = self.captured.world
+        parts = 1
+        reasons: list[str] = []
+        if world.cp > 1:
+            parts = 2 * world.cp
+            reasons.append(f"2 x cp = {parts}")
+        if world.tp > 1 and _settings(self.captured).get("sequence_parallel", "").lower() == "true":
+            of_sequence = world.cp * world.tp
+            parts = math.lcm(parts, of_sequence)
+            reasons.append(f"cp x tp = {of_sequence}, for sequence parallelism")
+        for length in lengths:
+            if length % parts:
+                raise ProgramError(
+                    f"{length} tokens cannot be cut into equal parts: Megatron needs a multiple of "
+                    f"{' and of '.join(reasons)}",
+                    fix=f"samples padded to {-(-length // parts) * parts} tokens",
+                )
 
     def _receiving_batches(self, mixed: Program, base: Program) -> Program:
         """Make the program of ranks that receive broadcast batches; the same if there are none."""

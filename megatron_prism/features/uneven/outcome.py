@@ -191,11 +191,19 @@ def _smaller_inputs(sources: Sources, uneven_input: UnevenInput) -> Iterator[Une
     if is_count and nearest_count not in (0, uneven_input.count):
         yield dataclasses.replace(uneven_input, count=nearest_count)
 
+    # with all its data, and with the end of its data alone
+    if uneven_input.loader >= 0:
+        yield dataclasses.replace(uneven_input, loader=-1)
+        if uneven_input.loader < usual_count:
+            yield UnevenInput(InputKind.LOADER, uneven_input.ranks, uneven_input.loader)
+
     # another number of microbatches, without lengths
     own_count = usual_count
     if uneven_input.kind is InputKind.LENGTHS and uneven_input.count >= 0:
         own_count = uneven_input.count
-        yield UnevenInput(InputKind.MICROBATCHES, uneven_input.ranks, count=own_count)
+        yield UnevenInput(
+            InputKind.MICROBATCHES, uneven_input.ranks, own_count, loader=uneven_input.loader
+        )
 
     # fewer microbatches that differ from the capture
     if uneven_input.kind is InputKind.LENGTHS:
@@ -223,7 +231,7 @@ def _fewer_replicas(world: World, ranks: Sequence[int]) -> Iterator[tuple[int, .
 def advice(sources: Sources, outcome: Outcome, inputs: Sequence[UnevenInput]) -> str:
     """Say what to change in the job; "" if that is not known."""
     kinds = {uneven_input.kind for uneven_input in inputs}
-    if kinds == {InputKind.LOADER}:
+    if not outcome.findings and all(uneven_input.ends_early for uneven_input in inputs):
         ranks = ranks_text(inputs[0].ranks)
         return (
             f"the iterator of {ranks} raises StopIteration at next(data_iterator): give all dp "

@@ -80,7 +80,7 @@ def apply_inputs(sources: Sources, inputs: Sequence[UnevenInput]) -> UnevenWorld
     for uneven_input in inputs:
         kind = uneven_input.kind
         if kind is InputKind.LOADER:
-            faults |= _faults_of_loader(sources.captured, uneven_input)
+            faults |= _faults_of_loader(sources.captured, uneven_input, uneven_input.count)
             continue
         if kind is InputKind.MICROBATCHES:
             other = sources.with_microbatches(sources.captured, uneven_input.count)
@@ -88,6 +88,8 @@ def apply_inputs(sources: Sources, inputs: Sequence[UnevenInput]) -> UnevenWorld
             other = _other_capture(sources, uneven_input.path)
         else:
             other = _mixed_lengths(sources, uneven_input)
+        if uneven_input.loader >= 0:
+            faults |= _faults_of_loader(other, uneven_input, uneven_input.loader)
         programs = _with_ranks(programs, other, uneven_input.ranks)
     broken_rules: list[Finding] = []
     kinds = {uneven_input.kind for uneven_input in inputs}
@@ -157,17 +159,24 @@ def _mixed_lengths(sources: Sources, uneven_input: UnevenInput) -> Programs:
 
 
 # -- a loader that ends ----------------------------------------------------------------------------
-def _faults_of_loader(programs: Programs, uneven_input: UnevenInput) -> dict[int, RankFault]:
+def _faults_of_loader(
+    programs: Programs, uneven_input: UnevenInput, microbatch: int
+) -> dict[int, RankFault]:
     """Find where ranks stop if their data iterator has fewer microbatches than the iteration.
 
     The first and the last stage read data (pretrain_gpt.py get_batch); of a tensor-parallel group
     the rank that broadcasts (training/utils.py get_batch_on_this_tp_rank), if the batch is
     broadcast.
 
+    Args:
+        programs: That the ranks run.
+        uneven_input: Of the ranks.
+        microbatch: The first one that the iterator does not have.
+
     Raises:
         ProgramError: No named rank would read the microbatch that is missing.
     """
-    world, microbatch = programs.world, uneven_input.count
+    world = programs.world
     faults: dict[int, RankFault] = {}
     for rank in uneven_input.ranks:
         stage = world.coordinates(rank).pp
