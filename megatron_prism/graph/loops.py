@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatron_prism.core.errors import UsageError
 
 SMALL = 1_000_000  # elements of all loops up to which compiling (or importing numba) is slower
 SHORT = 3  # times as many for loops that do little with an element; numba takes 0.5 s to load
+# types of constants that are frozen in compiled functions
+_FROZEN = (bool, int, float, complex, str, tuple, np.generic, np.ndarray)
 _interpreted = 0  # elements that this process has visited in Python
 
 
@@ -52,6 +55,9 @@ def run(
 def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile ``function`` and the functions that it calls, once.
 
+    numba keeps what it compiled on disk, for as long as the file of ``function`` is unchanged.
+    Constants are frozen in it, also those of other files, so they are part of its name there.
+
     Raises:
         UsageError: numba cannot be imported.
     """
@@ -66,12 +72,36 @@ def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(helper, FunctionType):
             names[name] = compiled_function(helper)
     linked = FunctionType(function.__code__, names, function.__name__)
+    linked.__qualname__ = f"{function.__qualname__}_{_digest_of_reads(function)}"
     compiled: Callable[..., Any]
     try:
         compiled = numba.njit(cache=True, nogil=True)(linked)
     except RuntimeError:  # neither the package's folder nor the user's may be written
         compiled = numba.njit(nogil=True)(linked)
     return compiled
+
+
+def _digest_of_reads(function: Callable[..., Any]) -> str:
+    """Give a short word for all that a function reads of its module: constants and functions.
+
+    Args:
+        function: A function of a module.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    reads: list[str] = []
+    for name in sorted(function.__code__.co_names):
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType):
+            code = value.__code__
+            # it may be of another file, whose changes numba does not see either
+            own_constants = [constant for constant in code.co_consts if constant != value.__doc__]
+            reads.append(f"{name} {code.co_code.hex()} {own_constants} {_digest_of_reads(value)}")
+        elif isinstance(value, _FROZEN):
+            reads.append(f"{name} {type(value).__name__} {value!r}")
+    text = "\n".join(reads)
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -204,8 +204,10 @@ def _thinned(live: np.ndarray, peak_event: int) -> np.ndarray:
 
 
 def _part(module: str) -> str:
-    """Return a module without its chunk and its layer."""
-    return re.sub(r"^chunk\d+(\.|$)|\[\d+\]$", "", module)
+    """Return a module without its chunk and the number of its parameters."""
+    # a buffer is of the module whose parameters it has; earlier releases wrote module[48]
+    in_buffer = re.sub(r"^buffer of \d+ parameters of |\[\d+\]$", "", module)
+    return re.sub(r"^chunk\d+(\.|$)", "", in_buffer)
 
 
 def _steps(program: Program, iterations: Sequence[int]) -> list[tuple[int, str, str]]:

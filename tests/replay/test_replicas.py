@@ -38,7 +38,10 @@ O    compute flops=0 traffic=32 kernels=1 note="{WHOLE}"
 """
 
 
-@pytest.mark.parametrize("buffer", ["[64]", "buffer of 64 parameters"])
+@pytest.mark.parametrize(
+    "buffer",
+    ["[64]", "buffer of 64 parameters", "buffer of 64 parameters of decoder"],
+)
 @pytest.mark.parametrize(("dp", "states"), [(2, 4), (4, 2), (8, 1), (16, 0.5)])
 def test_the_optimizers_work_and_memory_follow_the_shard(dp, states, buffer):
     program = with_data_parallel(parse(TEXT.replace("[64]", buffer)), dp).programs[0]

@@ -426,7 +426,7 @@ def test_a_tier_is_recorded(tier, code):
     ("parameters", "name"),
     [
         (["decoder.0.weight"], "decoder.0.weight"),
-        (["decoder.0.weight", "decoder.0.bias"], "decoder.0[2]"),
+        (["decoder.0.weight", "decoder.0.bias"], "buffer of 2 parameters of decoder.0"),
         (["decoder.0.weight", "embedding.weight"], "buffer of 2 parameters"),
     ],
 )

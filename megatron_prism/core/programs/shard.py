@@ -21,7 +21,8 @@ STATE_NOTES = ("optim:", "master:")
 _OPTIMIZER = PHASE_NAMES.index("optimizer")
 _STATES = re.compile(r"(?:optim|master):|grad:main parameters$")  # notes of what has a shard's size
 # as runtime.recorder.owners names a storage of several
-_PARAMETERS = re.compile(r"param:(?:buffer of (\d+) parameters|.*?(?:\[(\d+)\])?)$")
+# earlier releases wrote a buffer's module and its number of parameters: decoder.layers[48]
+_PARAMETERS = re.compile(r"param:(?:buffer of (\d+) parameters.*|.*?(?:\[(\d+)\])?)$")
 _COSTS = ("ns", "host", "lead", "products", "flops", "traffic", "kernels")
 
 

@@ -317,8 +317,12 @@ def _workspaces() -> Iterator[tuple[str, str, object]]:
 
 
 def _together(names: list[str]) -> str:
-    """One name, or what several have in common with how many they are."""
+    """Name a storage by the parameters that lie in it."""
     if len(names) == 1:
         return names[0]
+    buffer = f"buffer of {len(names)} parameters"
     common = ".".join(os.path.commonprefix([name.split(".") for name in names]))
-    return f"{common}[{len(names)}]" if common else f"buffer of {len(names)} parameters"
+    # of one part of the model
+    if common:
+        return f"{buffer} of {common}"
+    return buffer
