@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _digest_of_reads(function: Callable[..., Any]) -> str:
+def _digest_of_reads(function: Callable[..., object]) -> str:
     """Give a short word for all that a function reads of its module: constants and functions.
 
     Args:
@@ -91,17 +91,30 @@ def _digest_of_reads(function: Callable[..., Any]) -> str:
         16 hexadecimal digits.
     """
     reads: list[str] = []
-    for name in sorted(function.__code__.co_names):
+    names = sorted(function.__code__.co_names)
+    for name in names:
         value = function.__globals__.get(name)
+        reads.append(name)
+        # it may be of another file, whose changes numba does not see either
         if isinstance(value, FunctionType):
             code = value.__code__
-            # it may be of another file, whose changes numba does not see either
-            own_constants = [constant for constant in code.co_consts if constant != value.__doc__]
-            reads.append(f"{name} {code.co_code.hex()} {own_constants} {_digest_of_reads(value)}")
+            reads.append(code.co_code.hex())
+            reads.append(_constants_of(code))
+            reads.append(_digest_of_reads(value))
         elif isinstance(value, _FROZEN):
-            reads.append(f"{name} {type(value).__name__} {value!r}")
+            reads.append(repr(value))
     text = "\n".join(reads)
-    return sha256(text.encode()).hexdigest()[:16]
+    digest = sha256(text.encode())
+    return digest.hexdigest()[:16]
+
+
+def _constants_of(code: CodeType) -> str:
+    """Write the constants of a function; code of functions in it has an address."""
+    constants: list[str] = []
+    for constant in code.co_consts:
+        if isinstance(constant, _FROZEN):
+            constants.append(repr(constant))
+    return " ".join(constants)
 
 
 def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -297,10 +297,14 @@ def allocated_by_span(
 ) -> tuple[CachingAllocator, dict[str, int]]:
     """(the allocator at the end, the most that was allocated in every span of events).
 
+    The device keeps up with the host, as in ``blocks.as_blocks``: a block that another stream used
+    is back before the host asks again.  Where it comes back late, later storages are cut from other
+    blocks, of which more or less is left (benchmarks/results/h100_life.json, ``moe_save``).
+
     spans : name, index of the first event and of the one behind the last; names may come again
     """
     levels: list[int] = []
-    state = replay_requests(events, settings, levels=levels)
+    state = replay_requests(events, settings, ahead=0, levels=levels)
     peaks: dict[str, int] = {}
     for name, start, end in spans:
         # what is there when a span begins counts: the level behind the event before it

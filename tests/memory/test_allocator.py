@@ -285,3 +285,13 @@ def test_peaks_of_spans_count_what_a_block_has_beyond_its_request():
     assert state.peak_allocated == 2 * large
     # the block of 4 MiB is not split for 3 MiB: at most 1 MiB would be left
     assert parts == {"a": 2 * large, "b": 2 * large}
+
+
+def test_peaks_of_spans_are_of_a_device_that_keeps_up():
+    size, part = 12 * MIB, 11 * MIB
+    # a block that another stream used is back before the host asks again, and is taken
+    events = [(0, size, 0, 1), (0, 0, 2, 1), (0, -size, 0, 2), (1, part, 0, 3)]
+    state, parts = allocated_by_span(events, [("a", 0, 3), ("b", 3, 4)])
+    # 1 MiB of it is not worth splitting off
+    assert (state.reserved, parts) == (size, {"a": size, "b": size})
+    assert replay_requests(events).reserved == 2 * size

@@ -226,12 +226,12 @@ class Reporter(TrainingListener):
 
         # the same requests with a device that keeps up, and with one that is far behind
         rows = history.rows().tolist()
-        far_behind, parts = allocator.allocated_by_span(rows, history.spans, settings)
-        keeps_up = allocator.replay_requests(rows, settings, ahead=0)
+        keeps_up, parts = allocator.allocated_by_span(rows, history.spans, settings)
+        far_behind = allocator.replay_requests(rows, settings)
         between = [keeps_up.peak_reserved, far_behind.peak_reserved]
 
         beyond_history = live.high.bytes - before
-        figures["allocated_peak"] = far_behind.peak_allocated + beyond_history
+        figures["allocated_peak"] = keeps_up.peak_allocated + beyond_history
         figures["by_part"] = parts_of({**live.parts, **parts})
         figures["reserved_peak"] = blocks.expected_reserved(between, num_ranks)
         figures["reserved_between"] = between

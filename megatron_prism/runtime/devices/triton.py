@@ -11,8 +11,8 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -57,13 +57,23 @@ def _launch(function: Any, args: tuple[object, ...], options: dict[str, object])
 
 
 class _Kernel:
-    """A kernel of a triton that is not installed."""
+    """A kernel of a triton that is not installed.
+
+    Attributes:
+        fn: Its function.
+        configs: Among which an autotuner would choose; none: there is no autotuner.
+        keys: Names of the arguments for whose values it would choose anew.
+        arg_names: Of ``fn``.
+    """
 
     def __init__(self, fn: Callable[..., object]) -> None:
         self.fn, self.__name__, self.__module__ = fn, fn.__name__, fn.__module__
+        self.configs: Sequence[object] = ()
+        self.keys: Sequence[str] = ()
+        self.arg_names = tuple(inspect.signature(fn).parameters)
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **options: _launch(self, args, options)
+        return _launcher(self, grid)
 
 
 class Absent(types.ModuleType):
@@ -85,6 +95,19 @@ def _jit(fn: Callable[..., object] | None = None, **options: object) -> object:
     return _Kernel(fn) if fn is not None else _Kernel
 
 
+def _autotune(
+    configs: Sequence[object], key: Sequence[str], **options: object
+) -> Callable[[object], object]:
+    """Stand in for triton.autotune."""
+
+    def decorate(kernel: object) -> object:
+        if isinstance(kernel, _Kernel):
+            kernel.configs, kernel.keys = configs, key
+        return kernel
+
+    return decorate
+
+
 _MODULES = ("", ".language", ".language.core", ".language.standard", ".language.extra", ".runtime")
 
 
@@ -97,6 +120,7 @@ def _stub(changes: ProcessChanges) -> None:
     vars(sys.modules["triton"]).update(
         __version__="0.0.0",
         jit=_jit,
+        autotune=_autotune,
         cdiv=lambda x, y: -(-x // y),
         next_power_of_2=lambda number: 1 << max(0, number - 1).bit_length(),
     )
@@ -104,13 +128,75 @@ def _stub(changes: ProcessChanges) -> None:
 
 def _launcher(kernel: Any, grid: object) -> Callable[..., None]:
     """KernelInterface.__getitem__: of a kernel in autotuners and heuristics, too."""
-    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
+    tuners: list[_Tuner] = []
+    while True:
+        if len(getattr(kernel, "configs", ())) > 1:
+            tuners.append(kernel)
+        if hasattr(kernel, "__name__") or not hasattr(kernel, "fn"):
+            break
         kernel = kernel.fn
-    return lambda *args, **options: _launch(kernel, args, options)
+
+    def launch(*args: object, **options: object) -> None:
+        for tuner in tuners:
+            _tune(tuner, getattr(kernel, "__name__", "?"), args, options)
+        _launch(kernel, args, options)
+
+    return launch
+
+
+class _Tuner(Protocol):
+    """What is read of triton's Autotuner.
+
+    Attributes:
+        configs: Among which it chooses.
+        keys: Names of the arguments for whose values it chooses anew.
+        arg_names: Of the kernel.
+    """
+
+    configs: Sequence[object]
+    keys: Sequence[str]
+    arg_names: Sequence[str]
+
+
+_TUNING_BYTES = 256 << 20  # the driver's get_empty_cache_for_benchmark (triton 3.6)
+_tuned: set[tuple[object, ...]] = set()  # kernel, values of keys and types of tensors
+
+
+def _tune(tuner: _Tuner, name: str, args: tuple[object, ...], options: dict[str, object]) -> None:
+    """Allocate what an autotuner allocates before the first launch with such arguments.
+
+    It measures each configuration with a buffer that empties the L2 cache, and frees it.  The
+    allocator keeps the segment, from which later tensors are cut.
+
+    Args:
+        tuner: The autotuner.
+        name: Of the kernel in it.
+        args: Of the launch.
+        options: Of the launch, by name.
+
+    Source: Autotuner.run (triton/runtime/autotuner.py, triton 3.6), do_bench (triton/testing.py).
+    """
+    arguments = {**dict(zip(tuner.arg_names, args, strict=False)), **options}
+    key: list[object] = [name]
+    for argument in tuner.keys:
+        if argument in arguments:
+            key.append(arguments[argument])
+    shapes: list[torch.Tensor] = []
+    for argument, value in arguments.items():
+        if argument in tuner.arg_names and isinstance(value, torch.Tensor):
+            key.append(value.dtype)
+            if value.is_meta:
+                shapes.append(value)
+    # values are computed by stand-ins, of which none is tuned
+    if not shapes or tuple(key) in _tuned:
+        return
+    _tuned.add(tuple(key))
+    torch.empty(_TUNING_BYTES, dtype=torch.uint8, device=shapes[0].device)
 
 
 def replace_launches(changes: ProcessChanges) -> str:
     """Have kernels start nothing until ``changes`` are undone; says what stands in."""
+    _tuned.clear()
     if importlib.util.find_spec("triton") is None:
         _stub(changes)
         return "triton: absent; its kernels have names alone"
