@@ -241,6 +241,7 @@ class Remap(TorchFunctionMode):
         """``after`` on the device; a copy from the host ``blocks`` it until the stream is idle."""
         if after.is_meta and not before.is_meta:
             known_values.keep_lengths(after, before)
+            _convert_on_device(after, before.dtype, blocks)
             if blocks:
                 cuda.host_waits("copy")
         return after
@@ -276,6 +277,7 @@ class Remap(TorchFunctionMode):
         if not dtype:
             dtype = dtypes[0] if dtypes else tensor.dtype
         copy = _on_host(tensor, self.host).to(dtype)
+        _convert_on_device(tensor, copy.dtype, _blocks(args, kwargs))
         cuda.copied(copy, tensor, _blocks(args, kwargs))
         return copy
 
@@ -332,11 +334,32 @@ class Remap(TorchFunctionMode):
         target, source = args[:2]
         if source.is_meta and not target.is_meta:
             blocks = not kwargs.get("non_blocking", args[2:] == (True,))
+            _convert_on_device(source, target.dtype, blocks)
             cuda.copied(target, source, blocks)
             return target
-        if target.is_meta and not source.is_meta and not kwargs.get("non_blocking", args[2:]):
-            cuda.host_waits("copy")
+        if target.is_meta and isinstance(source, torch.Tensor) and not source.is_meta:
+            blocks = not kwargs.get("non_blocking", args[2:] == (True,))
+            _convert_on_device(target, source.dtype, blocks)
+            if blocks:
+                cuda.host_waits("copy")
         return func(*args, **kwargs)
+
+
+def _convert_on_device(of_device: torch.Tensor, host_dtype: torch.dtype, blocks: bool) -> None:
+    """Allocate what a copy between host and device takes of the device beside its two ends.
+
+    A copy that the host does not wait for is converted on the device, which holds it once more in
+    the host's type meanwhile; of any other the host converts it.
+
+    Args:
+        of_device: The end on the device.
+        host_dtype: Of the other end.
+        blocks: Whether the host waits.
+
+    Source: aten/src/ATen/native/cuda/Copy.cu:346 copy_kernel_cuda @2.11.
+    """
+    if not blocks and of_device.dtype != host_dtype:
+        torch.empty(of_device.shape, dtype=host_dtype, device="meta")
 
 
 def _device_in(args: Sequence[Any]) -> Any:
