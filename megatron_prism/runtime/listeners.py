@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     # what reads a launch line imports this module, too, and starts without torch
     from torch import distributed as dist
 
-    from megatron_prism.runtime.recorder.owners import CallSites
-
 # Of one of c10d's methods: tensors, lists of them, splits, ranks, options.  Each method has others.
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -120,6 +118,9 @@ class LabelledCalls(CountsIterations):
     hands_on = True
 
     def __init__(self) -> None:
+        # with torch: a rank runs where such a listener is made
+        from megatron_prism.runtime.recorder.owners import CallSites
+
         self.sites = CallSites()
         self._labels: dict[str, Any] = {}
 
