@@ -79,6 +79,28 @@ def test_all_that_megatron_refuses_is_said_and_what_follows_is_not():
     assert f"test_first_look.py:{line} " in fixes[0]
 
 
+def check_environment(args):
+    """Refuse variables in the ways of Megatron's function (arguments.py:1437, :1858 @0.19.0)."""
+    if args.offloads:
+        assert os.getenv("PRISM_TEST_OFFLOADS", "0") == "1", "set it"
+        assert os.environ.get("PRISM_TEST_QUEUES") != "1", "not one"
+        if os.environ["PRISM_TEST_GRAPHS"] != "yes":
+            raise ValueError("no graphs")
+
+
+def test_a_refusal_of_a_variable_says_which_value_it_wants(monkeypatch):
+    for name, value in (("OFFLOADS", "0"), ("QUEUES", "1"), ("GRAPHS", "no")):
+        monkeypatch.setenv(f"PRISM_TEST_{name}", value)
+    with pytest.raises(ObstaclesError) as caught:
+        first_look.FirstLook().validate(check_environment, argparse.Namespace(offloads=True))
+    fixes = [obstacle.fix.partition(" (")[0] for obstacle in caught.value.obstacles]
+    assert fixes == [
+        "export PRISM_TEST_OFFLOADS=1",
+        "take PRISM_TEST_QUEUES=1 out of the environment, or of the script",
+        "export PRISM_TEST_GRAPHS=yes",
+    ]
+
+
 def test_a_job_that_megatron_takes_is_validated_as_ever():
     args = argparse.Namespace(
         hidden_size=256, heads=4, bf16=True, fp16=False, layers=4, zero=2, save_interval=1
@@ -340,3 +362,27 @@ def test_each_unknown_flag_has_its_own_fix(monkeypatch):
     error = unknown_flags.unknown(words[2:], {"--schedule"})
     assert error.message == "words that belong to no option: 2:320 4:624, behind --schedule"
     assert error.fix == "quotes around the value of --schedule"
+
+
+@pytest.mark.ci
+@pytest.mark.megatron
+@TRAINING
+def test_what_else_stops_a_job_is_said_where_its_checkout_is_missing(tmp_path):
+    """By the Megatron that is installed, which says so."""
+    (tmp_path / "train.sh").write_text(
+        "torchrun --nproc-per-node 8 /their/Megatron-LM/pretrain_gpt.py --num-layers 2 "
+        "--hidden-size 250 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+        "--micro-batch-size 1 --global-batch-size 12 --train-iters 4 --lr 1e-4 --fork-flag "
+        "--mock-data --tokenizer-type NoTokenizer --bf16\n"
+    )
+    words = ["--check", "--json", "bash", "train.sh"]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_prism", "capture", *words],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1, run.stderr
+    messages = [obstacle["message"] for obstacle in json.loads(run.stdout)["obstacles"]]
+    assert messages[0] == "there is no script /their/Megatron-LM/pretrain_gpt.py"
+    assert all("installed here: " in message for message in messages[1:])
+    for part in ("--tokenizer-type: invalid choice", "--fork-flag", "--global-batch-size 12"):
+        assert part in "".join(messages)

@@ -25,8 +25,10 @@ from megatron_prism.emulate.command_line.launch_line import LaunchLine, read_lin
 from megatron_prism.emulate.command_line.path_map import PathMap
 from megatron_prism.emulate.command_line.script_options import ScriptOptions
 from megatron_prism.emulate.preflight.obstacles import Obstacles
+from megatron_prism.emulate.preflight.unknown_flags import ARGUMENTS_ALONE, without_option
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")  # of megatron.core.package_info
+_STOCK = ("pretrain_gpt.py",)  # scripts of Megatron for which that file stands
 _DEEPEST = 4  # scripts that are submitted, one by the other
 
 
@@ -72,13 +74,17 @@ def _read_job(
     if not line.words:
         return [], []
 
+    # what the line says of ranks is known without its script, which may be elsewhere
     job_flags = shlex.split(options.value_of("--prism-job-flags", user_flags))
-    job = [*_script(line.words, obstacles), *job_flags]
-    flags_given = [*options.words_of(os.environ), *user_flags, *job]
+    # what is said again replaces what the line says, also where Megatron's parser refuses that
+    for option in [word.partition("=")[0] for word in job_flags if word.startswith("--")]:
+        line = replace(line, words=tuple(without_option(option, line.words)))
+    flags_given = [*options.words_of(os.environ), *user_flags, *line.words, *job_flags]
     if obstacles is None:
         own_flags = line.flags(flags_given)
     else:
         own_flags = _flags_or_obstacle(line, flags_given, obstacles)
+    job = [*_script(line.words, obstacles), *job_flags]
     if line.launchers:
         _tell(_summary(line))
     size = options.value_of("--prism-world-size", user_flags)
@@ -218,15 +224,27 @@ def _script(words: Sequence[str], obstacles: Obstacles | None) -> list[str]:
         return [str(local_file), *arguments]
     near = _near(script)
     if near is None:
-        raise UsageError(
+        missing = UsageError(
             f"there is no script {script}",
             fix=f"--prism-map {other_path}, or start in the checkout that has it",
         )
+        # the Megatron that is installed says what else would stop the job
+        if obstacles is None or local_file.name not in _STOCK or not _has_training():
+            raise missing
+        obstacles.note(missing)
+        return [str(ARGUMENTS_ALONE), *arguments]
     missing = UsageError(f"there is no script {script}", fix=f"--prism-map {script}={near}")
     if obstacles is None:
         raise missing
     obstacles.note(missing)
     return [str(near), *arguments]
+
+
+def _has_training() -> bool:
+    """Tell whether an installed Megatron has the part that reads arguments; nothing is imported."""
+    if find_spec("megatron") is None:
+        return False
+    return find_spec("megatron.training") is not None
 
 
 def _near(script: str) -> Path | None:

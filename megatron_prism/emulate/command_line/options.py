@@ -265,7 +265,7 @@ _CORE_FLAGS: dict[str, dict[str, Any]] = {
         "data, a NullTokenizer of its vocabulary, new parameters)"
     ),
     "--prism-job-flags": value(
-        "further flags of the job itself, added after those of its line or script", "FLAGS"
+        "flags of the job itself, behind or in place of those of its line or script", "FLAGS"
     ),
     "--prism-ignore-unknown": switch(
         "run without the flags that this Megatron does not know, such as a fork's"

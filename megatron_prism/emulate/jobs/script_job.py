@@ -23,6 +23,7 @@ from megatron_prism.core.errors import (
     PrismError,
     UsageError,
 )
+from megatron_prism.core.jobs.megatron_source import megatron_release
 from megatron_prism.core.programs.program import save
 from megatron_prism.core.programs.slices import WORLD, SliceStore, assemble
 from megatron_prism.core.units import counted, format_bytes
@@ -32,6 +33,7 @@ from megatron_prism.emulate.command_line import options as flags
 from megatron_prism.emulate.jobs import estimate
 from megatron_prism.emulate.preflight import first_look
 from megatron_prism.emulate.preflight.obstacles import Obstacles
+from megatron_prism.emulate.preflight.unknown_flags import ARGUMENTS_ALONE
 from megatron_prism.emulate.processes import workers
 
 if TYPE_CHECKING:
@@ -285,6 +287,9 @@ def check_command_line(
     else:
         stand_ins = answer["stand_ins"]
         for message, fix in answer["obstacles"]:
+            # the job's own Megatron, which is not here, may take what this one refuses
+            if script == str(ARGUMENTS_ALONE):
+                message = f"megatron-core {megatron_release()}, installed here: {message}"
             obstacles.add(message, fix)
     return Check(name, world, tier, stand_ins, obstacles)
 
@@ -303,6 +308,8 @@ def _name_of(words: Sequence[str]) -> str:
     """Return the name of a script, or of a module behind ``-m``."""
     if words[0] == "-m":
         return words[1]
+    if words[0] == str(ARGUMENTS_ALONE):
+        return "arguments alone"
     return Path(words[0]).name
 
 

@@ -1,5 +1,6 @@
 """What stops a job before any rank trains, all of it in one list.
 
+arguments_alone.py  stands for a script that is not here, while its arguments are checked
 first_look.py       a job's arguments, looked at before a model is built
 obstacles.py        the list
 missing_modules.py  packages that a script imports and that are not installed

@@ -239,12 +239,12 @@ class _Refusals(ast.NodeTransformer):
         self._conditions: list[ast.expr] = []  # of the branches around a statement
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:  # noqa: N802 - a name of ast
-        asked = _flags_asked(node.test)
+        asked = f"{_flags_asked(node.test)} {_variables_asked(node.test, holds=True)}"
         # if args.fp16: assert not args.bf16
         # if args.kv_channels is None: assert ...: what is not given needs no value for that
         if node.msg is None and self._conditions and not _asks_for_none(self._conditions[-1]):
             asked = f"{asked} {_flags_asked(self._conditions[-1])}"
-        return _noting(node, asked)
+        return _noting(node, asked.strip())
 
     def visit_Raise(self, node: ast.Raise) -> ast.stmt:  # noqa: N802 - a name of ast
         return _noting(node, "")
@@ -259,7 +259,8 @@ class _Refusals(ast.NodeTransformer):
         # the condition of an error that is raised says which flags it is about
         refusal = _refusal_of(node.body)
         if refusal is not None:
-            node.body = [_noting(refusal, _flags_asked(node.test))]
+            asked = f"{_flags_asked(node.test)} {_variables_asked(node.test, holds=False)}"
+            node.body = [_noting(refusal, asked.strip())]
         else:
             self._conditions.append(node.test)
             node.body = [self.visit(statement) for statement in node.body]
@@ -317,6 +318,52 @@ def _flags_asked(condition: ast.expr) -> str:
         elif isinstance(node, ast.Name):
             names.append(node.id)
     return " ".join(dict.fromkeys(names))
+
+
+def _variables_asked(condition: ast.expr, *, holds: bool) -> str:
+    """Return what a condition wants of environment variables.
+
+    Args:
+        condition: of a refusal.
+        holds: whether it has to hold; else it must not.
+
+    Returns:
+        ``NAME=VALUE`` for a value that is wanted and ``NAME!=VALUE`` for one that is not, with
+        spaces between.
+    """
+    wanted = []
+    for node in ast.walk(condition):
+        if not isinstance(node, ast.Compare) or len(node.ops) != 1:
+            continue
+        name = _variable_read(node.left)
+        value = node.comparators[0]
+        if not name or not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+            continue
+        # the answer has spaces between
+        if " " in value.value:
+            continue
+        is_equal = isinstance(node.ops[0], ast.Eq)
+        if is_equal or isinstance(node.ops[0], ast.NotEq):
+            sign = "=" if is_equal == holds else "!="
+            wanted.append(f"{name}{sign}{value.value}")
+    return " ".join(wanted)
+
+
+def _variable_read(expression: ast.expr) -> str:
+    """Return the environment variable that an expression reads; empty where it reads none."""
+    # os.environ["NAME"]
+    if isinstance(expression, ast.Subscript):
+        is_read = ast.unparse(expression.value) == "os.environ"
+        names: Sequence[ast.expr] = [expression.slice]
+    # os.getenv("NAME", "0"), os.environ.get("NAME")
+    elif isinstance(expression, ast.Call):
+        is_read = ast.unparse(expression.func) in ("os.getenv", "os.environ.get")
+        names = expression.args
+    else:
+        return ""
+    if is_read and names and isinstance(names[0], ast.Constant):
+        return str(names[0].value)
+    return ""
 
 
 def _noting(refusal: ast.stmt, flags_asked: str) -> ast.stmt:
@@ -387,7 +434,8 @@ def refusal(
     Args:
         error: Megatron's.
         values: of Megatron's arguments.
-        flags_asked: names of the arguments that the condition reads.
+        flags_asked: names of the arguments that the condition reads, and what it wants of
+            environment variables.
         known_options: of Megatron's parser; a fix names no others.
     """
     if isinstance(error, UsageError):
@@ -396,7 +444,9 @@ def refusal(
     message = str(error) or place.line
     where = f"{Path(place.filename).name}:{place.lineno} of this Megatron"
     names = _names_asked(error, flags_asked, values, known_options)
-    fix = _fix_of(names[:_MOST_FLAGS], values)
+    fixes = [_fix_of_variable(word) for word in flags_asked.split() if "=" in word]
+    fixes.append(_fix_of(names[:_MOST_FLAGS], values))
+    fix = ", or ".join(filter(None, fixes))
     # assert args.micro_batch_size is not None
     if names and values[names[0]] is None and message and message.endswith(" is not None"):
         message = f"{_option(names[0])} is missing"
@@ -446,6 +496,18 @@ def _repeats_batch(args: argparse.Namespace, names: Sequence[str]) -> bool:
 def _option(name: str) -> str:
     """Return the option of an argument."""
     return f"--{name.replace('_', '-')}"
+
+
+def _fix_of_variable(wanted: str) -> str:
+    """Say how an environment variable gets another value.
+
+    Args:
+        wanted: as of ``_variables_asked``.
+    """
+    name, _, value = wanted.partition("=")
+    if name.endswith("!"):
+        return f"take {name[:-1]}={value} out of the environment, or of the script"
+    return f"export {name}={value}"
 
 
 def _fix_of(names: Sequence[str], values: Mapping[str, object]) -> str:

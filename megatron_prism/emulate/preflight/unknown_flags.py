@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.preflight.first_look import FirstLook
 
 IGNORE = "--prism-ignore-unknown"
+ARGUMENTS_ALONE = Path(__file__).with_name("arguments_alone.py")  # stands for a script
 _MOST_REFUSALS = 40  # of one command line
 _UNKNOWN = "unrecognized arguments: "  # argparse.py, parse_args
 
@@ -89,7 +90,7 @@ def parse_all(
             script, *words = sys.argv
             if error.lacks_value and error.option in stand_ins.WRITTEN_OPTIONS:
                 # nothing is written here anyway
-                words = _without_option(error.option, words)
+                words = without_option(error.option, words)
                 look.options_without_value.append(error.option)
             elif error.lacks_value and error.option in stand_ins.READ_OPTIONS:
                 # a variable of the script is empty: a file that is not here
@@ -97,7 +98,7 @@ def parse_all(
                 look.options_without_value.append(error.option)
             else:
                 look.obstacles.note(error)
-                words = _without_option(error.option, words)
+                words = without_option(error.option, words)
             sys.argv[:] = [script, *words]
         except UsageError as error:
             look.obstacles.note(error)
@@ -112,17 +113,19 @@ def _raise_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         words = message.removeprefix(_UNKNOWN).split()
         raise unknown(words, parser._option_string_actions)
     text = f"{Path(sys.argv[0]).name}: {message}"
+    if sys.argv[0] == str(ARGUMENTS_ALONE):
+        text = message
     named = re.match(r"argument (--[\w-]+)(?:/[\w-]+)*: (expected .*argument)?", message)
     if named is None:
         raise UsageError(text, fix="correct the job's command line")
     option, lacks_value = named[1], named[2] is not None
-    fix = f"correct the job's command line: {option}"
+    fix = f"--prism-job-flags '{option} VALUE'"
     if lacks_value:
-        fix += " VALUE; is a variable empty, or an argument of the script missing?"
+        fix += "; is a variable empty, or an argument of the script missing?"
     raise BadOptionError(text, fix, option, lacks_value)
 
 
-def _without_option(option: str, words: Sequence[str]) -> list[str]:
+def without_option(option: str, words: Sequence[str]) -> list[str]:
     """Leave an option of a command line out, with all words up to the next option."""
     kept_words = []
     drops = False

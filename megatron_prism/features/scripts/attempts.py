@@ -27,6 +27,11 @@ _UNSET = ("unbound variable", "parameter null or not set", "parameter not set")
 _LOOKS = re.compile(r"((?:\[\[?|\btest|&&|\|\|)\s+(?:!\s+)?)-[defrsx](?=\s)")  # tests of files
 _OTHER_VALUE = "64"  # than the placeholder 1
 _LISTS = ("LIST", "HOSTS")  # ends of names of variables that list hosts
+_NUMBERS_OF_HOSTS = ("NHOSTS", "NUM_HOSTS", "N_HOSTS")  # ends of those that count them
+# NNODES=$1 at the begin of a line; in functions it is indented, and ${4:-bf16} has a default
+_ARGUMENT = re.compile(
+    r"""^(?:export\s+)?(\w+)=["']?\$(?:(\d)|\{(\d+)\})["']?\s*(?:#.*)?$""", re.MULTILINE
+)
 
 
 class Attempts:
@@ -113,12 +118,13 @@ class Attempts:
             environment[name] = value(name)
         return replace(self.run, environment=environment)
 
-    def ask(self, job: Json, unknown: Sequence[str]) -> list[str]:
+    def ask(self, job: Json, unknown: Sequence[str], text: str) -> list[str]:
         """Ask for variables and arguments that have placeholders, as far as they matter.
 
         Args:
             job: that the script starts with placeholders.
             unknown: further variables that have one.
+            text: of the script.
 
         Returns:
             Variables that have a placeholder and change nothing.
@@ -132,6 +138,8 @@ class Attempts:
                     fix=f"{title} VALUE",
                 )
             )
+        if not self._arguments:
+            self._note_arguments(text)
         names = [*unknown, *self._variables]
         asked = self._that_matter(job, names)
         if asked:
@@ -145,6 +153,46 @@ class Attempts:
                 of_world=bool(set(asked) & set(unknown)) or self._changes_world(job, asked),
             )
         return [name for name in names if name not in asked]
+
+    def _note_arguments(self, text: str) -> None:
+        """Note arguments that the script takes and that are empty, for they may be optional.
+
+        Args:
+            text: of the script.
+        """
+        names: dict[int, str] = {}  # number of an argument -> the variable that gets it
+        for name, digit, digits in _ARGUMENT.findall(text):
+            names.setdefault(int(digit or digits), name)
+        # bash, the script, its arguments
+        num_given = len(self.run.words) - 2
+        missing = [number for number in names if number > num_given]
+        if not missing or self.run.words[1].startswith("-"):
+            return
+        # an empty one counts as not said where it has a default
+        added = [""] * (max(missing) - num_given)
+        for number in missing:
+            added[number - num_given - 1] = _OTHER_VALUE
+        whole = self._with_arguments(added)
+        # those at the end that change nothing are not asked for
+        while added and same_job(self._with_arguments(added[:-1]), whole, self._options):
+            added.pop()
+        if not added:
+            return
+        lacking = [
+            names.get(number, "VALUE")
+            for number in range(num_given + 1, num_given + len(added) + 1)
+        ]
+        text_of_names = " ".join(lacking)
+        self.notes.append(
+            f"{self.run.title} takes more arguments, which are empty: {text_of_names}"
+        )
+
+    def _with_arguments(self, added: Sequence[str]) -> Json | None:
+        """Return the job with further arguments of the script, None where there is none."""
+        try:
+            return replace(self.run, words=[*self.run.words, *added]).job_with_gpus(self._gpus)
+        except UsageError:
+            return None
 
     def _that_matter(self, job: Json, names: Sequence[str]) -> list[str]:
         """Return the variables with which the script starts another job."""
@@ -172,7 +220,7 @@ class Attempts:
 
 def _is_list(name: str) -> bool:
     """Tell whether a variable lists hosts, by its name."""
-    return name.endswith(_LISTS)
+    return name.endswith(_LISTS) and not name.endswith(_NUMBERS_OF_HOSTS)
 
 
 def _other_value(name: str) -> str:

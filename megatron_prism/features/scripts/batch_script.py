@@ -25,6 +25,8 @@ _PBS = re.compile(r"(?<![-\w])(?:select|nodes|rt_\w+)=(\d+)((?::\w+=\w+)*)")
 _PJM = {"node": "nodes", "proc": "ranks", "max-proc-per-node": "per_host", "gpu": "gpus"}
 _PJM_COUNT = re.compile(rf"(?<![-\w])({'|'.join(_PJM)})=(\d+)")
 READ = re.compile(r"\$\{?([A-Z_][A-Z0-9_]*)(:?[-=+?])?")
+_ARITHMETIC = re.compile(r"\(\((.*?)\)\)")
+_NAME = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 HERE = {  # where a job is, which the script may ask without any effect on its size
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -300,4 +302,7 @@ def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str
         if default:
             settled.add(name)
     read = dict.fromkeys(name for name, _ in READ.findall(without_comments))
+    # $((NNODES * 8)) reads without a $
+    for expression in _ARITHMETIC.findall(without_comments):
+        read.update(dict.fromkeys(_NAME.findall(expression)))
     return [name for name in read if is_size(name) and name not in settled]

@@ -149,7 +149,7 @@ def dry_run(
         sourced_text = batch_script.sourced_by_run(scratch)
         if unknown:
             unknown = _unknown_variables(script, of_scheduler, words, sourced_text)
-        needless = attempts.ask(job, unknown)
+        needless = attempts.ask(job, unknown, mapped_text)
         # the script asks what nobody says: does another number make another job?
         if asks_gpus and not said_gpus:
             _check_gpus(attempts.run, job, options)

@@ -31,6 +31,11 @@ __prism_check() {
     source\ *|.\ *)
       [[ $text == *[\`\(]* ]] && return 0
       eval "set -- ${text#* }"
+      # start-up files of this machine's user: what they export is here, the rest is of a login
+      case $1 in
+        "$HOME"/.profile|"$HOME"/.bashrc|"$HOME"/.bash_profile|"$HOME"/.bash_login|/etc/profile|/etc/bashrc|/etc/bash.bashrc)
+          __prism_note "left out" "$text"; __prism_line=:; return 1 ;;
+      esac
       [[ -r $1 ]] && { [[ $1 == /* ]] || set -- "$PWD/$1"; printf '%s\n' "$1" >> "$PRISM_DRY/sourced"; }
       [[ -r $1 ]] || type -P "$1" >/dev/null && return 0
       __prism_note "left out" "$text"; __prism_line=:; return 1 ;;

@@ -546,3 +546,53 @@ EOF
     assert "count as there" in capsys.readouterr().err
     with pytest.raises(UsageError, match="it printed: enough"):
         script("echo enough; exit 1")
+
+
+def test_what_the_line_lacks_is_said_also_where_its_script_is_missing(script, tmp_path):
+    (tmp_path / "pretrain_gpt.py").unlink()
+    obstacles = Obstacles()
+    script(
+        "torchrun --nproc-per-node $NONE --nnodes 2 other.py --num-layers 4", obstacles=obstacles
+    )
+    messages = [obstacle.message for obstacle in obstacles]
+    assert len(messages) == 2
+    assert messages[0].startswith("the empty --nproc-per-node of torchrun")
+    assert messages[1] == "there is no script other.py"
+
+
+@pytest.mark.parametrize(
+    ("words", "lacking"), [([], "LAYERS GPUS"), (["4"], "GPUS"), (["4", "8"], "")]
+)
+def test_arguments_that_a_script_takes_are_named(words, lacking, script, capsys):
+    """Also without ``set -u``; those with a default, and those that change nothing, are not."""
+    text = "LAYERS=$1\nGPUS=${2}  # of a host\nPREC=${3:-bf16}\nNOTE=$4\n"
+    text += "torchrun --nproc-per-node $GPUS pretrain_gpt.py --num-layers $LAYERS --$PREC\n"
+    script(text, *words, obstacles=Obstacles())
+    said = capsys.readouterr().err
+    note = f"train.sh takes more arguments, which are empty: {lacking}\n"
+    assert ("takes more arguments" in said, note in said) == (bool(lacking), bool(lacking))
+
+
+def test_the_number_of_hosts_is_no_list_of_them(script, monkeypatch):
+    monkeypatch.delenv("NHOSTS", raising=False)
+    obstacles = Obstacles()
+    script(f"mpirun -np $((NHOSTS * 4)) -npernode 4 {TRAIN}", obstacles=obstacles)
+    assert [obstacle.fix for obstacle in obstacles] == ["NHOSTS=N before prism"]
+
+
+def test_start_up_files_of_this_machine_are_left_out(script, tmp_path, monkeypatch, capsys):
+    """They may take longer than the script, as those that set up versions of Python do."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".profile").write_text("while :; do :; done\n")
+    (tmp_path / "sizes.env").write_text("LAYERS=7\n")
+    text = "set -e\nsource ~/.profile\n. ./sizes.env\n"
+    _, job = script(f"{text}torchrun pretrain_gpt.py --num-layers $LAYERS")
+    assert job[-1] == "7"
+    assert "left out: source ~/.profile" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_said_again_replaces_the_one_of_the_line(script):
+    given = ["--prism-job-flags", "--tokenizer-type NullTokenizer --num-layers=8"]
+    text = "torchrun pretrain_gpt.py --tokenizer-type Their Own --num-layers 4 --bf16"
+    _, job = script(text, given=given)
+    assert job[1:] == ["--bf16", "--tokenizer-type", "NullTokenizer", "--num-layers=8"]
