@@ -159,7 +159,8 @@ DRAWS = (
         "routing",
         arguments.name,
         "LAW",
-        "routing of the draws: uniform, zipf:A, or a folder of --prism-record",
+        "routing of the draws: uniform, zipf:A, a JSON file of tokens by expert, or a folder of "
+        "--prism-record",
     ),
     option(
         "capacity",

@@ -21,7 +21,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from megatron_prism.core import foreign
@@ -235,7 +237,15 @@ class Law:
 
 
 def law(text: str) -> Law:
-    """``uniform``, ``zipf:1.2``, or a folder that --prism-record wrote.  UsageError for others."""
+    """Read how tokens are shared out.
+
+    Args:
+        text: ``uniform``, ``zipf:1.2``, a JSON file of tokens by expert, or a folder that
+            --prism-record wrote.
+
+    Raises:
+        UsageError: It is none of these.
+    """
     if text == "uniform":
         return Law(text, lambda random, layer, experts: np.full(experts, 1 / experts))
     kind, _, number = text.partition(":")
@@ -248,10 +258,41 @@ def law(text: str) -> Law:
             return random.permutation(weights / weights.sum())
 
         return Law(text, shares)
+    if os.path.isfile(text):
+        return Law(f"tokens of {text}", _listed(Path(text)))
     if not os.path.isdir(text):
         message = f"--routing {text} is no law"
-        raise UsageError(message, fix="--routing uniform, zipf:1.2, or a --prism-record folder")
+        raise UsageError(
+            message, fix="--routing uniform, zipf:1.2, FILE.json, or a --prism-record folder"
+        )
     return Law(f"recorded in {text}", _recorded(Path(text)))
+
+
+_Tokens = list[Annotated[float, msgspec.Meta(ge=0, le=1e15)]]
+_TOKENS_FIX = 'tokens of each expert: [9000, 0, 1200, …], or by MoE layer from 0: {"0": […]}'
+
+
+def _listed(file: Path) -> Shares:
+    """Read the shares of experts that a file lists: of all MoE layers, or of each by its number."""
+    with foreign.reading(file, "a file of tokens by expert", _TOKENS_FIX):
+        listed = foreign.read_json(file, object)
+        layers: dict[str, _Tokens]
+        if isinstance(listed, dict):
+            layers = foreign.shaped(listed, dict[str, _Tokens])
+        else:
+            layers = {"": foreign.shaped(listed, _Tokens)}
+
+    def shares(random: np.random.Generator, layer: int, experts: int) -> np.ndarray:
+        tokens = layers.get("", layers.get(str(layer)))
+        if tokens is None:
+            raise UsageError(f"{file} says nothing of MoE layer {layer}", fix=_TOKENS_FIX)
+        if len(tokens) != experts or not sum(tokens):
+            message = f"{file} has tokens of {len(tokens)} experts, and this job has {experts}"
+            raise UsageError(message, fix=_TOKENS_FIX)
+        shares_of_layer: np.ndarray = np.array(tokens) / sum(tokens)
+        return shares_of_layer
+
+    return shares
 
 
 def _recorded(folder: Path) -> Shares:

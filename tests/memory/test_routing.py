@@ -1,5 +1,6 @@
 """Draws of routing: what a probe shows, the laws, and peaks against counting by hand."""
 
+import json
 import subprocess
 import sys
 
@@ -299,3 +300,44 @@ def _rows(made, seed):
     local = made.routes[1:, 2] * experts // (made.routes[0, 0] * ways)
     more = [hash((layer, turn, seed)) % 193 - 96 for layer, turn in made.routes[1:, :2].tolist()]
     return made.routes[1:, 2] + np.array(more) * local * ways
+
+
+def listed(tmp_path, value):
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(value))
+    return routing.law(str(file))
+
+
+def test_listed_tokens_decide_the_peak_of_each_rank(known, tmp_path):
+    # four ranks of two experts: the first has all tokens, as many as two experts of a token allow
+    drawn = routing.draw(known, listed(tmp_path, [7, 7, 0, 0, 0, 0, 0, 0]), 3)
+    most = SENT * WAYS
+    assert drawn.ranks.tolist() == [[by_hand((most, most)), *[by_hand((0, 0))] * 3]] * 3
+    assert drawn.law.startswith("tokens of ")
+    # an expert cannot have a token twice: what is beyond goes to the others
+    hot = routing.draw(known, listed(tmp_path, [1, 0, 1e-9, 0, 0, 0, 0, 0]), 3)
+    assert hot.ranks[:, :2].min() > by_hand((most // 4, most // 4))
+    assert (hot.ranks[:, 2:] == by_hand((0, 0))).all()
+
+
+def test_listed_tokens_are_those_of_each_layer(known, tmp_path):
+    layers = {"0": [1, 1, 0, 0, 0, 0, 0, 0], "1": [0, 0, 0, 0, 0, 0, 1, 1]}
+    drawn = routing.draw(known, listed(tmp_path, layers), 2)
+    most = SENT * WAYS
+    first, *others = [by_hand((most, 0)), by_hand((0, 0)), by_hand((0, 0)), by_hand((0, most))]
+    assert drawn.ranks.tolist() == [[first, *others]] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([1, 2], "tokens of 2 experts, and this job has 8"),
+        ([0] * 8, "tokens of 8 experts"),
+        ({"0": [1] * 8}, "says nothing of MoE layer 1"),
+        ([1, -2], "is not a file of tokens by expert"),
+        ("zipf", "is not a file of tokens by expert"),
+    ],
+)
+def test_tokens_that_are_none_of_the_jobs_are_refused(known, tmp_path, value, says):
+    with pytest.raises(UsageError, match=says):
+        routing.draw(known, listed(tmp_path, value), 1)
