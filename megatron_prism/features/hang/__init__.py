@@ -13,6 +13,7 @@ launchers.py     which processes ended by themselves, by reports of launchers
 attempts.py      what earlier attempts of a job printed, left out
 logs.py          what the job printed, as dumps and events
 fingerprints.py  whose call differs, by torch's own check
+group_names.py   groups that share a name, told apart by their members
 ras.py           what NCCL's RAS reports
 dump_clocks.py   dumps of another attempt of the job, by their clocks
 consistency.py   dumps of another job or of another moment

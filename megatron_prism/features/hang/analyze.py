@@ -19,6 +19,7 @@ from megatron_prism.features.hang import advice, consistency, fingerprints, rule
 from megatron_prism.features.hang.calls import Entry
 from megatron_prism.features.hang.dumps import UNNAMED, DumpSet
 from megatron_prism.features.hang.fingerprints import Disagreement
+from megatron_prism.features.hang.group_names import with_names_apart
 from megatron_prism.features.hang.mismatch import find_mismatches
 from megatron_prism.features.hang.rules import Judgement, Rule, When
 from megatron_prism.features.hang.state import QUEUED, JobState, call_text
@@ -46,6 +47,8 @@ def diagnose_dumps(observed: DumpSet, then: DumpSet | None = None) -> Diagnosis:
             alive, and where nothing moved the job stands still, whatever the first set looks like.
     """
     with no_collector():  # there are millions of entries, and no cycles
+        observed = with_names_apart(observed)
+        then = None if then is None else with_names_apart(then)
         parted = consistency.consistent_dumps(observed if then is None else then)
         judgement = _begin(parted)
         verdict = _judge(judgement)

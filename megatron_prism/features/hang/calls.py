@@ -266,6 +266,11 @@ class Calls(Sequence[Entry]):
         parts = [part._replace(desc=described(part)) for part in self.parts]
         return self._with_new_parts(self.part, parts)
 
+    def with_groups(self, new_names: Mapping[str, str]) -> Calls:
+        """Return the calls with other names of their groups: name -> new name."""
+        parts = [part._replace(group=new_names.get(part.group, part.group)) for part in self.parts]
+        return self._with_new_parts(self.part, parts)
+
     def _with_new_parts(self, part: NDArray[np.int64], parts: Iterable[CallPart]) -> Calls:
         """Return the calls with other parts, and the indices of these."""
         return Calls.of_columns(parts, part, self.record, self.seq, self.calls, self.created_ns)

@@ -1,0 +1,58 @@
+"""Groups that share a name are told apart by their members."""
+
+import pytest
+from helpers import production
+from helpers.production import DP, TP, stands, without_calls
+
+from megatron_prism.features.hang import analyze, export
+from megatron_prism.features.hang.dumps import DumpSet, of_value
+from megatron_prism.graph import stall
+
+HOWS = {"history": {"active_only": False, "stacks": True}, "outstanding": production.ACTIVE}
+
+
+def number_by_process(values):
+    """Each process names its groups by a number of its own: the same ones on all ranks."""
+    for value in values.values():
+        number_of_name = {}
+        for number, name in enumerate(value["pg_config"]):
+            number_of_name[name] = str(number)
+        value["pg_config"] = {
+            number_of_name[name]: config | {"name": number_of_name[name]}
+            for name, config in value["pg_config"].items()
+        }
+        for entry in value["entries"]:
+            name, desc = entry["process_group"]
+            entry["process_group"] = (number_of_name.get(name, name), desc)
+
+
+FAULTS = [
+    (stands(7), 7, "history"),
+    (stands(7), 7, "outstanding"),
+    (stands(11, silent=True), 11, "history"),
+    (stands(11, silent=True), 11, "outstanding"),
+    (without_calls(11, "3", "all_gather", TP, 1), 11, "history"),
+]
+
+
+@pytest.mark.parametrize(("fault", "culprit", "how"), FAULTS)
+def test_a_fault_is_named_though_groups_share_their_names(fault, culprit, how):
+    it = production.job("moe")
+    it.parts = {rank: [(name, list(ops)) for name, ops in it.parts[rank]] for rank in it.parts}
+    faults = fault(it) or {}
+    state = stall.run_until_stalled(it.programs(), faults)
+    values = dict(export.dumps_of(state, **HOWS[how]))
+    number_by_process(values)
+    found = analyze.diagnose_dumps(DumpSet({r: of_value(v, r) for r, v in values.items()}))
+    assert [found_culprit.rank for found_culprit in found.culprits] == [culprit], found
+
+
+def test_names_that_one_rank_exchanged_stay_a_fault():
+    """Members that list one group under two names do not meet: that is no name of two groups."""
+    it = production.job("moe")
+    it.parts = {rank: [(name, list(ops)) for name, ops in it.parts[rank]] for rank in it.parts}
+    state = stall.run_until_stalled(it.programs(), stands(3)(it))
+    values = dict(export.dumps_of(state, **HOWS["history"]))
+    production.other_names(10, TP, DP)(values)
+    found = analyze.diagnose_dumps(DumpSet({r: of_value(v, r) for r, v in values.items()}))
+    assert any("dumps disagree about who is in group" in text for text in found.missing)
