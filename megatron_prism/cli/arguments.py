@@ -41,6 +41,7 @@ def read(
             raise UsageError(f"{key}={text}: {error.message}", fix=error.fix) from error
         if key in several:
             values.setdefault(key, []).append(value)
+        # a second value would hide the first
         elif key in values:
             raise UsageError(f"{key} is given twice", fix=f"leave out one of them, {word} say")
         else:

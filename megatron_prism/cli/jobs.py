@@ -48,6 +48,7 @@ def emulate(args: argparse.Namespace) -> Answer:
 
     recipe = recipes.load(args.recipe, args.settings)
     out = args.out
+    # the recipe may say where its artefact goes
     if out is None and recipe.prism.out:
         out = Path(recipe.prism.out)
     from megatron_prism.emulate.jobs import recipe_job

@@ -153,11 +153,13 @@ def _as_option(word: str) -> str:
 
 def _split_at_line(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     """Split the words of command ``name`` from a launch line behind them."""
+    # the words of other commands are their own
     if not COMMANDS[name].takes_line:
         return words, []
     from megatron_prism.emulate.command_line import options
     from megatron_prism.emulate.command_line.launch_line import split_line
 
+    # flags without a value: the word behind one may begin the launch line
     switches = options.alone()
     switches.update(flag.replace("--prism-", "--") for flag in options.alone())
     for action in parser(name)._actions:
@@ -235,6 +237,7 @@ def _with_long_flags(name: str, words: list[str]) -> list[str]:
     for word in words:
         flag, equals, value = word.partition("=")
         full_flag = f"--prism-{flag[2:]}"
+        # a flag of the job under its short name, which the command does not use itself
         if flag.startswith("--") and flag not in own_options and full_flag in FLAGS:
             word = f"{full_flag}{equals}{value}"
         full_words.append(word)

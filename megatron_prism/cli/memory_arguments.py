@@ -47,6 +47,7 @@ def draws_of(args: argparse.Namespace) -> Draws | None:
     from megatron_prism.memory import routing
     from megatron_prism.memory.job_peaks import Draws
 
+    # draws alone take a routing and a capacity
     if args.draws is None:
         for key in ("routing", "capacity"):
             if getattr(args, key) is not None:

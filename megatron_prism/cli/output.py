@@ -230,6 +230,7 @@ def write_data(args: argparse.Namespace, value: object, rows: Iterable[Row] | No
 
 def _flat(row: Row, above: str = "") -> Iterator[tuple[str, object]]:
     for key, value in row.items():
+        # nested figures become columns: ``at.phase``
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{key}.")
         else:

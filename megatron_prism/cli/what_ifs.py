@@ -33,6 +33,7 @@ def open_job(path: str, partial: bool = False) -> Programs:
     from megatron_prism.core.jobs import recipe
     from megatron_prism.core.programs.slices import open_programs
 
+    # a file or folder here comes before a recipe of that name
     if os.path.exists(path) or path not in recipe.shipped():
         programs = open_programs(path, partial=partial)
         _warn_without_times(programs)
@@ -56,6 +57,7 @@ def open_side(path: str, words: Sequence[str], machine: str | None, calibration:
     Returns:
         Programs, a PricedGraph if there are what-ifs, or what the reader read.
     """
+    # what-ifs change programs, not files of other kinds
     if words:
         return priced(open_job(path), words, "compare", machine=machine, calibration=calibration)
     reader = job_reader(path)
@@ -111,6 +113,7 @@ def priced(programs: Programs, words: Sequence[str], command: str, **how: Any) -
     from megatron_prism.replay.uncertainty.plausibility import check_plausible
 
     settings = arguments.read(words, _READERS, command, several=_SEVERAL)
+    # another number of microbatches needs Megatron, all other what-ifs do not
     wanted = settings.pop("microbatches", None)
     what_if = WhatIf(**settings | {key: tuple(settings.get(key, ())) for key in _SEVERAL})
     as_captured = price(programs, what_if=what_if, **how)
@@ -167,6 +170,7 @@ def split(word: str) -> tuple[str, list[str]]:
     """(path, what-ifs) of ``DIR,slow=517:1.2``; a comma before a key that is none of ours, as in
     ``slow=pp=3,tp=0:2``, belongs to the value.  The path is "" where there are what-ifs alone.
     """
+    # a path that exists is no list of what-ifs, whatever its name
     if os.path.exists(word):
         return word, []
     path, *words = re.split(rf",(?=(?:{'|'.join(_READERS)})=)", word)

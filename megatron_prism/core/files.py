@@ -164,6 +164,7 @@ def write_json(path: Path, value: object) -> None:
 def _put_in_place(work: Path, path: Path) -> None:
     """Rename ``work`` to its final name; an older artefact steps aside and goes after it."""
     old = work.with_name(work.name + ".old")
+    # what was there steps aside, and comes back if the renaming fails
     if path.exists():
         path.rename(old)
     try:

@@ -87,8 +87,10 @@ def reading(
     _last_read = str(path)
     try:
         yield Path(path)
+    # an error of ours says it already
     except PrismError:
         raise
+    # it cannot be opened
     except OSError as cause:
         reason = cause.strerror or str(cause)
         raise error(f"cannot read {what}, {path}: {reason}", fix=absent or fix) from cause
@@ -172,6 +174,7 @@ def first_bytes(path: str | os.PathLike[str], size: int) -> bytes:
     """
     data = bytearray()
     with open(path, "rb") as file, contextlib.suppress(*_CUT):
+        # a cut file gives what stands before the cut
         for piece in _pieces(file, _opener(file)):
             data += piece
             if len(data) >= size:
@@ -210,6 +213,7 @@ def shaped(value: object, kind: type[T], *, strict: bool = True, closed: bool = 
     Raises:
         ValueError: naming the place, what was expected there and what stands there.
     """
+    # keys that nobody reads are mistakes of typing
     if closed and isinstance(value, Mapping):
         fields = [field.name for field in dataclasses.fields(cast(Any, kind)) if field.init]
         if unknown := sorted(str(key)[:40] for key in set(value) - set(fields)):

@@ -112,6 +112,7 @@ def of_family(world: World, name: str) -> Membership:
     if name == WORLD_GROUP:
         return _regular(name, np.arange(world.size)[None], world.size)
     try:
+        # a gloo twin's name is that of its original, with an ending
         row = family(name.removesuffix(_TWIN))
     except WorldError as error:
         message = f"a program uses the group {name}, and who is in it is not known"
@@ -160,6 +161,7 @@ def short_name(desc: str) -> str:
     for name, full in _SHORT.items():
         if bare == full:
             return name
+    # other groups of Megatron: their names in lower case
     of_megatron = re.fullmatch(r"[A-Z0-9_]+_GROUP", bare)
     return bare.removesuffix("_GROUP").replace("_", " ").lower() if of_megatron else desc
 

@@ -53,6 +53,7 @@ def progress(subject: Callable[[], str], write: Callable[[str], object] = _print
     """
     ended = threading.Event()
     _doing.append((subject, write))
+    # of nested ones the outermost has the thread that writes
     if len(_doing) == 1:
         printed()
         threading.Thread(target=_beat, args=(ended,), daemon=True).start()

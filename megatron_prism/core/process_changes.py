@@ -44,6 +44,7 @@ class ProcessChanges:
             before = mapping[key]
             self.on_undo(lambda: mapping.__setitem__(key, before))
         else:
+            # a key that was absent goes again
             self.on_undo(lambda: mapping.pop(key, None))
         mapping[key] = value
 

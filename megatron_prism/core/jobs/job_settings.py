@@ -52,6 +52,7 @@ def _read(text: str) -> _Line | None:
     """Take a line apart; None for words of a person."""
     if not text.startswith("{"):
         return None
+    # words of a person may begin like JSON
     try:
         parts = json.loads(text)
         return _Line(dict(parts["given"]), dict(parts["others"]))

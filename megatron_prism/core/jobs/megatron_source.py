@@ -129,6 +129,7 @@ def lookup(path: Path, target: str) -> str:
     if name not in symbols.get_identifiers() or not symbols.lookup(name).is_local():
         return f"{path.name} defines no {name}"
     spaces = symbols.lookup(name).get_namespaces()
+    # a name that is imported or assigned: its members are elsewhere
     if not member or not spaces:
         return ""
     if spaces[0].get_type() == "function":

@@ -295,6 +295,7 @@ class Recipe:
         tokens = self.global_batch_size * self.seq_length
         split = f"(tp {world.tp} x cp {world.cp} x pp {world.pp})"
         rows = {"dp": f"{world.dp} = {world.size} / {split}"}
+        # experts are divided in their own way
         if self.num_experts:
             split = f"(etp {world.etp} x ep {world.ep} x pp {world.pp})"
             rows["expert dp"] = f"{world.edp} = {world.size} / {split}"
@@ -615,6 +616,7 @@ def _read(file: Path) -> dict[str, object]:
         mapping = _mapping(foreign.read_yaml(file))
     settings: dict[str, object] = {}
     for key, value in mapping.items():
+        # a section is flattened: ``prism.tier``
         if isinstance(value, dict) and key in _SECTIONS:
             for leaf, leaf_value in value.items():
                 settings[f"{key}.{leaf}"] = leaf_value

@@ -38,6 +38,7 @@ def states_of(source: Mapping[str, str]) -> dict[int, GpuState]:
     found = {}
     for match in _STATE.finditer(source.get(GPU_CLOCK, "")):
         rank, mhz, most, watts, limit, limited, celsius = match.groups()
+        # a clock of 0, or a share above 1, was never measured
         if int(mhz) and float(limited) <= 1:
             state = GpuState(
                 int(mhz), int(most), int(watts), int(limit), float(limited), int(celsius)

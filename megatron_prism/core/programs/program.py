@@ -511,6 +511,7 @@ class Programs:
         if program_of.shape != (self.world.size,):
             text = f"{self.world.size} ranks need a program each, but {program_of.size} are"
             raise ProgramError(f"{text} assigned", fix="say which ranks run each program")
+        # a partial world has ranks without a program
         lowest = -1 if self.partial else 0
         is_missing = (program_of < lowest) | (program_of >= len(self.programs))
         missing_ranks = np.flatnonzero(is_missing)

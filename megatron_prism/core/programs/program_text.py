@@ -88,6 +88,7 @@ def dump(programs: Programs) -> str:
     lines = [f"prism-program {VERSION}", f"world {_pairs(_sizes(programs.world))}"]
     if programs.source:
         lines.append(f"source {_pairs(programs.source)}")
+    # groups that do not follow from the sizes of the world
     for name, groups in programs.groups.items():
         members = ";".join(_joined(group) for group in groups)
         lines.append(f"group {name} {members}")
@@ -174,6 +175,7 @@ def _written(key: str, value: object) -> str:
     """Write a value: a number in a unit, a text in quotes where it needs any."""
     if isinstance(value, int):
         return _with_unit(value, _UNITS.get(key, _NO_UNIT))
+    # a plain word needs no quotes
     text = str(value)
     if text and not re.search(r'[\s"#\\]', text):
         return text

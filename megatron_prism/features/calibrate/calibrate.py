@@ -109,6 +109,7 @@ def _run(stage: str, count: int, part: Path) -> None:
             timeout=LIMIT_S,
             env={**os.environ, **STAGES[stage]},
         )
+    # a GPU that hangs would hold the command for ever
     except subprocess.TimeoutExpired as error:
         message = f"the calibration made no end within {LIMIT_S} s"
         raise PrismError(message, fix="are all GPUs free and healthy?") from error
@@ -288,6 +289,7 @@ def middle(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     or quick for ten seconds at a time, so one moment does not say how it usually is.
     """
     middles = []
+    # the same call of all rounds
     for rows_of_call in zip(*rounds, strict=True):
         middle_row = dict(rows_of_call[0])
         for key in _TIMES & middle_row.keys():
@@ -393,6 +395,7 @@ class _Bench:
 
 def _tensors(bench: _Bench, n: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two of ``size`` bytes, and the n-th part of one."""
+    # tensors as training has them: bf16 on GPUs, fp32 on a CPU
     dtype = torch.float32
     if bench.cuda:
         dtype = torch.bfloat16
@@ -503,6 +506,7 @@ def _rows_of_size(
     measure: Callable[[str, Call, int, Group], list[int]],
 ) -> list[Row]:
     """Rows {op, ranks, bytes, ns, samples} of each collective with messages of ``size`` bytes."""
+    # large messages take long, so they get fewer samples
     count = SAMPLES
     if size > LARGE:
         count = FEW_SAMPLES
@@ -525,6 +529,7 @@ def _text(stored: Row) -> str:
     lines = []
     for key, value in stored.items():
         shown = json.dumps(value)
+        # a list of measurements has a row a line
         if isinstance(value, list):
             shown = "[" + ",".join(f"\n  {json.dumps(row)}" for row in value) + "\n ]"
         lines.append(f" {json.dumps(key)}: {shown}")
@@ -543,13 +548,16 @@ def _calls_stage(bench: _Bench) -> Row:
 
     look_at_host()
     rows = _collectives(bench, look_at_host)
+    # a shared host is looked at several times, some of them between the calls
     while len(hosts) < LOOKS:
         look_at_host()
     device_name = "CPU"
     library = "gloo"
+    # without a GPU the calls are gloo's
     if bench.cuda:
         device_name = torch.cuda.get_device_name()
         library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    # what communicators hold of the device
     held = []
     if bench.cuda and bench.size > 1:
         held = _held(bench)
@@ -580,6 +588,7 @@ def main() -> int:
     if stage == "calls":
         stored = _calls_stage(bench)
     else:
+        # the second stage adds to what the first has written
         with open(file, encoding="utf-8") as before:
             stored = json.load(before)
         stored["overlap"] = _overlap_stage(bench)
@@ -753,6 +762,7 @@ class _Phases:
 
     def round(self, beside_first: bool) -> list[list[torch.cuda.Event]]:
         """Marks of both phases: computing behind the call, and beside it."""
+        # the order changes from round to round, so that a drift of the clock meets both
         if beside_first:
             beside = self._phase(beside=True)
             behind = self._phase(beside=False)
@@ -771,8 +781,10 @@ class _Phases:
             marks[0].record()
             self.call()
             marks[1].record()
+        # behind: computing begins when the call has ended
         if not beside:
             main.wait_stream(self.side)
+        # the head of the stream is held until all is issued
         torch.cuda._sleep(_HEAD_CYCLES)
         marks[2].record()
         self.compute()

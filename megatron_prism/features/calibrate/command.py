@@ -29,8 +29,10 @@ def calibrate(args: argparse.Namespace) -> Answer:
     if args.out is None and not args.host:
         raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
     check_outputs([args.out], args.force, args.from_nccl_tests or ())
+    # no GPU is needed
     if args.host:
         return _host(args)
+    # measurements of somebody else's machine
     if args.from_nccl_tests:
         return _from_nccl_tests(args)
     from megatron_prism.features.calibrate import calibrate as calibrating

@@ -68,6 +68,7 @@ def read(path: str | Path) -> NcclTestsRun:
         text = foreign.read_bytes(path, _MOST_BYTES).decode("utf-8", errors="replace")
         is_json = text.lstrip().startswith("{")
         run = _json(str(path), text) if is_json else _text(str(path), text)
+        # a run that was cut prints a head and no results
         if not run.rows:
             raise ValueError("it has no line of results: did the run end early?")
         return run
@@ -157,6 +158,7 @@ def _json(path: str, text: str) -> NcclTestsRun:
         timing = result.out_of_place or result.in_place
         if timing is None:
             raise ValueError(f"{result.size} bytes have no time")
+        # with -C it is the time of the host, which does not wait for the call
         if timing.cpu_time is not None:
             raise ValueError("it has the host's time (-C), not the device's")
         if timing.nwrong:
@@ -182,6 +184,7 @@ def _checked(
     version: str,
 ) -> NcclTestsRun:
     """The run, if it can be what it says; ``command`` and the file's name say the collective."""
+    # the program's name is in the command, or in the file's name
     names = {_PROGRAMS[name] for name in _PROGRAM.findall(command)}
     fix = "one file per program, called all_reduce_perf.txt or alike"
     if not names:
@@ -201,6 +204,7 @@ def _checked(
             raise ValueError(f"{num_bytes} bytes take {us} us")
         _check_ratio(op, ranks, algorithm, bus)
         times_of_size.setdefault(num_bytes, []).append(us)
+    # out of place and in place, or several runs, must agree
     for num_bytes, times in times_of_size.items():
         if max(times) > _AGREE * min(times):
             raise ValueError(f"{num_bytes} bytes take {min(times)} us and {max(times)} us")

@@ -91,6 +91,7 @@ _TIMELINES = 10  # of the first points, beside those that nothing beats in time 
 
 def _choices(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were typed."""
+    # options that were not typed have the defaults of the function
     choices = {}
     for key in _OWN:
         value = getattr(args, key)
@@ -108,6 +109,7 @@ def _write_timelines(ranking: Sweep, page: Path) -> dict[str, str]:
     unbeaten = {result["key"] for result in front(results)}
     links = {}
     for place, row in enumerate(ranking.rows, 1):
+        # the first points, and all that no other beats in time and memory
         if place <= _TIMELINES or row.result["key"] in unbeaten:
             folder.mkdir(exist_ok=True)
             path = folder / f"{place}.html"

@@ -267,6 +267,7 @@ def _slices(layout: JobLayout, base: JobLayout) -> str:
     prism compare reads both.
     """
     words = [f"slices/{layout.family()}/dp{base.world.dp}-m{base.num_microbatches}"]
+    # slices of other replicas or microbatches than the point's: what-ifs lead from these to it
     if base.world.dp != layout.world.dp:
         words.append(f"dp={layout.world.dp}")
     if base.num_microbatches != layout.num_microbatches:

@@ -158,6 +158,7 @@ class ScriptLayout(_Sizes):
         assert job_options is not None, "--prism-emulate is among them"
         micro = size_of(words, "--micro-batch-size")
         batch = size_of(words, "--global-batch-size", micro * job_options.world.dp)
+        # a batch is a whole number of microbatches on each replica
         if batch % (micro * job_options.world.dp):
             raise UsageError(
                 f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x "
@@ -211,6 +212,7 @@ class ScriptLayout(_Sizes):
     ) -> Path:
         rank = self.world.rank_at(pp=stage)
         path = SliceStore(folder, self.world, {}).path(rank)
+        # an earlier point of the family may have captured it
         if not path.exists():
             self._record(folder, [rank])
         return path
@@ -230,6 +232,7 @@ class ScriptLayout(_Sizes):
             except MissingSlicesError as error:
                 captured_ranks = set(SliceStore(folder, self.world, {}).ranks())
                 missing = [rank for rank in error.ranks if rank not in captured_ranks]
+                # the missing ranks are there: something else is wrong
                 if not missing:
                     raise
                 self._record(folder, missing)
@@ -249,6 +252,7 @@ def _refusal(message: str) -> str:
 
 def size_of(words: Sequence[str], option: str, default: int = 1) -> int:
     """What follows an option.  UsageError for less than 1, and for what is no number."""
+    # the script's own default
     if not any(word.partition("=")[0] == option for word in words):
         return default
     text = options.value_of(option, words)

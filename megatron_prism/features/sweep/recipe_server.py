@@ -46,6 +46,7 @@ class CaptureServer:
     """A process that captures ranks on request, one after the other."""
 
     def __init__(self) -> None:
+        # PRISM_ARGS are of a job, and this process is none
         environment = {**os.environ, "PRISM_ARGS": ""}
         environment.setdefault("OMP_NUM_THREADS", "1")
         self._pipe, child_end = Pipe()
@@ -93,6 +94,7 @@ class CaptureServer:
 
         Raises the PrismError that the rank ended with, NotTrainedError for a crash.
         """
+        # nothing repeats itself: each job runs by itself
         if not self._ask(_repeat, recipe, rank, folder, twin_stages, resized):
             for sized_recipe, place in _jobs(recipe, folder, resized):
                 self._ask(_capture, sized_recipe, rank, place)
@@ -117,6 +119,7 @@ class CaptureServer:
         try:
             self._pipe.send((function.__name__, content))
             answer = self._pipe.recv()
+        # it was killed, for want of memory, say
         except (EOFError, OSError):
             answer = NotTrainedError("the process that captures was killed")
         if isinstance(answer, Exception):
@@ -163,6 +166,7 @@ def _in_child(function: str, content: tuple[Any, ...]) -> object:
         except EOFError:
             answer = None
     _, status = os.waitpid(child, 0)
+    # a crash of the fork, after whatever it has answered
     if status:
         return NotTrainedError(f"its process ended with status {status}")
     return answer

@@ -83,6 +83,7 @@ def _has_cost(sweep: Sweep) -> bool:
 
 def _head(sweep: Sweep) -> list[str]:
     head = ["rank", *sweep.axes, *_HEAD]
+    # columns that some objectives have alone
     if _has_p95(sweep):
         head.append("p95")
     if _has_cost(sweep):
@@ -266,6 +267,7 @@ def render_html(sweep: Sweep, links: Mapping[str, str]) -> str:
         links: Key of a point -> the page of its timeline.
     """
     layouts = counted(len(sweep.rows), "layout")
+    # no point has run
     answer = "no layout runs"
     if sweep.rows:
         answer = _words(sweep.rows[0])

@@ -130,6 +130,7 @@ def parse_axes(words: Sequence[str], job: Job) -> dict[str, tuple[Value, ...]]:
             axes[axis] = _auto(axis, job)
         else:
             axes[axis] = _values(axis, values_text, job)
+    # either of the two follows from the other
     if "dp" in axes and "world_size" in axes:
         raise UsageError("dp and world_size say the same thing", fix="leave one of them out")
     return axes
@@ -206,6 +207,7 @@ def _value(word: str) -> Value:
     """Read a word as nothing, truth, a number or text."""
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]
+    # whole numbers stay whole
     with contextlib.suppress(ValueError):
         return int(word)
     with contextlib.suppress(ValueError):

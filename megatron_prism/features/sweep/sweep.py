@@ -275,8 +275,10 @@ def _dropped(points: Sequence[SweepPoint], results: Mapping[str, Figures]) -> It
     """The points that were left out before they ran, or that a run has shown to be impossible."""
     for point in points:
         result = results.get(point.key, {})
+        # it was left out before it ran
         if point.by:
             yield point
+        # its run has shown that it is impossible
         elif "by" in result:
             yield point.dropped(result["by"], result["reason"])
 
@@ -442,6 +444,7 @@ def too_large(points: Sequence[SweepPoint], limit: int) -> list[SweepPoint]:
     """The points, those whose first stage exceeds ``limit`` bytes with what it needs."""
     checked = []
     for point in points:
+        # the bound is of recipes: of a script nobody knows the model
         if not point.by and isinstance(point.layout, RecipeLayout):
             bound = memory_bound(point.layout.recipe)
             if bound > limit:
@@ -536,6 +539,7 @@ def front(results: Sequence[Figures]) -> list[Figures]:
     )
     unbeaten: list[Figures] = []
     for result in by_time:
+        # by time: each later point must need less memory
         if not unbeaten or result["memory"]["bytes"] < unbeaten[-1]["memory"]["bytes"]:
             unbeaten.append(result)
     return unbeaten

@@ -128,17 +128,20 @@ def _page(verdict: Verdict, reference: str) -> list[str]:
     """The verdict as lines of text."""
     lines = [f"job: {verdict.world}", f"copy: {verdict.copy}", *_changes(verdict)]
     lines.append(_row("not checked", verdict.not_checked))
+    # runs that were not compared have no counts
     if verdict.counts:
         counts = ", ".join(f"{n:,} {kind}" for kind, n in verdict.counts.items())
         lines.append(_row("compared", f"{counts} in {counted(verdict.iterations, 'iteration')}"))
         rule = "roundings of sums; more where one of each parameter moves a value farther"
         lines.append(_row("tolerance", f"{verdict.tolerance:.1e} of a value: {rule}"))
+    # how near the values came to the bound
     shares = [f"{kind} {share:.0%}" for kind, share in verdict.worst.items() if share]
     if shares and verdict.same:
         lines.append(_row("largest", ", ".join(shares) + " of the tolerance"))
     for report in verdict.reports:
         place = f"{report.where} of iteration {report.iteration}"
         lines.append(_row("reported", f"{place}: {report.notes[0]}"))
+    # no verdict, with what was seen until then
     if verdict.same is None:
         return [*lines, f"not decided: {verdict.why}", *_difference(verdict)]
     if verdict.same:
@@ -148,6 +151,7 @@ def _page(verdict: Verdict, reference: str) -> list[str]:
     if verdict.run:
         sentence = f"{verdict.run}: {sentence}"
     lines += [sentence, *_difference(verdict)]
+    # the flag without which the difference is gone
     if verdict.culprits:
         lines.append(_row("gone without", ", ".join(verdict.culprits)))
     elif verdict.tried:
@@ -164,6 +168,7 @@ def _changes(verdict: Verdict) -> list[str]:
     names_of_reason: dict[str, list[str]] = {}
     for name, before, after, why in verdict.asked:
         text = name
+        # sizes are shrunk, everything else is left out
         if why == "sizes":
             text = f"{name} {before} -> {after}"
         names_of_reason.setdefault(why, []).append(text)

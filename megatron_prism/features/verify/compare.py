@@ -146,6 +146,7 @@ class LayoutComparison:
         Raises:
             UndecidedError: if a run ended early, or a value that is compared with is no number.
         """
+        # a resumed run has iterations behind the checkpoint alone
         self.job.check_iterations(start, self.iterations)
         for run in (self.reference, self.rounded):
             run.check_iterations(0, self.iterations)
@@ -236,10 +237,12 @@ class LayoutComparison:
             UndecidedError: if neither run has one, or roundings alone make it none.
         """
         place = f"{kind} of iteration {iteration}, {value.where}"
+        # both runs are broken alike: that is no difference of the layouts
         if not np.isfinite(value.wanted).all() and not np.isfinite(value.actual).all():
             raise UndecidedError(
                 f"{self.job.title} and {self.reference.title} have NaN or infinity: {place}"
             )
+        # a rounding alone made NaN or infinity of a number
         if np.isfinite(value.wanted).all() and not math.isfinite(value.floor):
             raise UndecidedError(f"{self.rounded.title} has NaN or infinity: {place}")
 
@@ -290,6 +293,7 @@ class LayoutComparison:
             if isinstance(value, _Lack):
                 return False
             ratios.append(_ratio(value.actual, value.wanted))
+        # the factor of one tensor alone may be chance
         return len(ratios) > 1 and bool(np.allclose(ratios, ratios[0], _ALIKE))
 
     def _say_not_compared(self, sentence: str) -> None:
@@ -332,8 +336,10 @@ class LayoutComparison:
         wanted = self.reference.tensors(kind, iteration)
         rounded = self.rounded.tensors(kind, iteration)
         for key, parts in wanted.items():
+            # the reference must hold every element
             if missing_elements(parts):
                 raise UndecidedError(f"{self.reference.title} has a part of {kind} {key} alone")
+            # so must the run that says how much roundings matter
             if key not in rounded or rounded[key][0].global_shape != parts[0].global_shape:
                 raise UndecidedError(f"{self.rounded.title} has another {kind} {key}")
 
@@ -392,8 +398,10 @@ class LayoutComparison:
         """Figures whose name has ``names``."""
         for place in {**self.reference.reported, **self.job.reported}:
             place_iteration, name = place
+            # figures of the same name and iteration
             if place_iteration != iteration or not re.search(names, name):
                 continue
+            # one of the runs does not report it
             if place not in self.job.reported or place not in self.reference.reported:
                 title = self._title_of_only(place, self.job.reported)
                 yield _Lack(name, "last rank", f"reported by {title} only")
@@ -463,6 +471,7 @@ class LayoutComparison:
                         title = self.job.title
                     yield _Lack(where, f"rank {rank}", f"in {title} only")
                 else:
+                    # without the rounded run's norm roundings count nothing
                     moved = wanted
                     if rounded is not None:
                         moved = rounded
@@ -605,12 +614,14 @@ class LayoutComparison:
         members = []
         for copy in copies:
             coordinates = self.job.world.coordinates(copy.rank)._asdict()
+            # copies that differ in this axis alone
             if all(coordinates[name] == place[name] for name in other_axes):
                 members.append(copy)
         if len(members) < 2:
             return False
         total = np.sum([copy.data for copy in members], axis=0)
         allowed = 1e-2 * _norm(right)
+        # the sum is missing, or the mean
         return any(_norm(total / n - right) <= allowed for n in (1, len(members)))
 
 

@@ -96,6 +96,7 @@ class Kept:
             UndecidedError: if a rank has not come to its end.
         """
         facts = []
+        # each rank writes its facts when it has ended
         for rank in range(self.world.size):
             try:
                 facts.append(json.loads((self.folder / f"rank-{rank}.json").read_text()))
@@ -132,6 +133,7 @@ class Kept:
         """
         wanted = range(start + 1, end + 1)
         for facts in self.facts:
+            # a rank that stopped early has fewer norms
             trained = [iteration for iteration in wanted if str(iteration) in facts["norms"]]
             if len(trained) < len(wanted):
                 raise UndecidedError(

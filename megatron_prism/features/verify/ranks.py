@@ -71,6 +71,7 @@ class Server:
         pickle.dump(run, asked)
         asked.flush()
         line = answers.readline()
+        # the server itself may die
         answer = json.loads(line or '{"message": "the server of ranks ended", "kind": ""}')
         if "message" in answer:
             fix = answer.get("fix") or "--keep DIR keeps what every rank printed"
@@ -80,6 +81,7 @@ class Server:
 
 def _serve() -> None:
     die_with_parent()
+    # imports that every rank needs: forks share them
     for name in _PREPARED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

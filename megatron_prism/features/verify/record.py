@@ -190,6 +190,7 @@ class StepRecorder:
         for number, call in enumerate(self.norm_calls):
             kind = f"{COUNTED} {number}"
             self.facts["norm_calls"].append([self.iteration, kind, list(call.ranks), call.nameless])
+            # how often each element is counted, as a tensor like the gradient
             for part in shards(model, call.counts, True):
                 self.tensor(kind, replace(part, data=part.data.astype(np.uint8)))
         self.norm_calls = []
@@ -223,6 +224,7 @@ def _names(model: Model) -> Iterator[tuple[str, Parameter]]:
     """Yield Megatron's own names of parameters, with the chunk's number if there are several."""
     for number, chunk in enumerate(model):
         before = ""
+        # one chunk needs no number
         if len(model) > 1:
             before = f"chunk {number} "
         for name, parameter in _inner(chunk).named_parameters():

@@ -93,6 +93,7 @@ class Verdict:
         sentences = [_NOT_HERE]
         if kernels:
             sentences.append(f"of this job {', '.join(kernels)}")
+        # parameters that no checkpoint names
         for name, (elements, is_idle) in self.unnamed.items():
             idle = ""
             if is_idle:
@@ -113,6 +114,7 @@ class Verdict:
 
 def _finite(value: object) -> object:
     """Return the same with NaN and infinity as text."""
+    # JSON has no NaN and no infinity
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -261,6 +263,7 @@ def _unnamed(run: Kept) -> dict[str, tuple[int, bool]]:
     unnamed: dict[str, tuple[int, bool]] = {}
     for facts in run.facts:
         for name, (elements, is_idle) in facts["unnamed"].items():
+            # idle on all ranks, or not idle at all
             highest, was_idle = unnamed.get(name, (0, True))
             unnamed[name] = max(highest, elements), was_idle and is_idle
     return unnamed
