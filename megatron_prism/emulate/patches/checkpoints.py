@@ -227,6 +227,7 @@ def _is_planned(module: ModuleType, folder: str) -> bool:
     job = megatron_args()
     iteration, is_release = -1, False
     tracker = Path(module.get_checkpoint_tracker_filename(folder))
+    # the tracker names the last checkpoint, unless --ckpt-step chooses another one
     if tracker.is_file():
         iteration, is_release = module.read_metadata(str(tracker))
     iteration = getattr(job, "ckpt_step", None) or iteration
@@ -423,6 +424,7 @@ def _own_shards(module: ModuleType, context: PatchContext) -> None:
     """
 
     def call(original: Original, *args: object, **kwargs: object) -> object:
+        # all ranks are local: they plan together, as in the real job
         if context.is_real():
             return original(*args, **kwargs)
         with ProcessChanges() as changes:

@@ -31,11 +31,14 @@ def tokens_of(labels: torch.Tensor, length: int, place: int, parts: int) -> torc
     fine-tuning) a number of its own place.  With sequence parallelism a rank holds one of ``parts``
     stretches, that at ``place``.
     """
+    # labels of other models have other dimensions
     if labels.dim() != 2:
         return None
     tokens = labels.roll(1, -1)
     own = torch.arange(tokens.shape[-1], device=tokens.device, dtype=tokens.dtype)
+    # prompts have no label (-100): any number does for them
     tokens = torch.where(tokens < 0, own, tokens)
+    # sequence parallel: one stretch of the sequence
     if length * parts == labels.shape[-1] and parts > 1:
         tokens = tokens.chunk(parts, -1)[place]
     return tokens.t() if tokens.shape[-1] == length else None
@@ -346,6 +349,7 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
 
 def _shape_here(config: Any, context: PatchContext, *sent: Any) -> list[int]:
     """The shape a peer would announce: what we send it, else [sequence, micro-batch, hidden]."""
+    # messages of a pipeline have the same shape in both directions
     for tensor in sent:
         if tensor is not None:
             return list(tensor.shape)
@@ -421,9 +425,11 @@ def _scale_of_now(scale_loss: Any) -> Callable[[], Any] | None:
     """
     if scale_loss is None:
         return None
+    # the job's own function
     optimizer = getattr(scale_loss, "__self__", None)
     if optimizer is None or not hasattr(optimizer, "get_loss_scale"):
         return lambda: scale_loss(torch.ones(1, device=torch.cuda.current_device()))
+    # of several optimizers the first scales the loss
     first = (getattr(optimizer, "chained_optimizers", None) or [optimizer])[0]
     scaler = getattr(first, "grad_scaler", None)
     return None if scaler is None else lambda: scaler.scale

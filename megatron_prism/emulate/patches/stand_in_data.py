@@ -131,8 +131,10 @@ def _mock_data(
     have no mask, which ``_masks_are_shapes`` gives to each batch.
     """
     config = builder.config
+    # --mock-data: no data set may need files
     if config.mock:
         builder.cls = _STAND_INS.get(getattr(builder.cls, "__name__", ""), builder.cls)
+        # a mask of a long sequence would take the host's memory: a shape stands for it
         if context.meta and getattr(config, "create_attention_mask", False):
             config.create_attention_mask, config.mask_is_a_shape = False, True
     return original(builder, *args, **kwargs)
@@ -176,6 +178,7 @@ def _no_sentinels(context: PatchContext, original: Original, self: Any) -> None:
     they stand for.
     """
     ids = "additional_special_tokens_ids"
+    # real data, or a tokenizer that has sentinels
     real = self.blend or any(self.blend_per_split or ())
     if real or getattr(self.tokenizer, ids, None):
         original(self)

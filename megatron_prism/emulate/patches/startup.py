@@ -69,6 +69,7 @@ def _sizes_in_code(
     context: PatchContext, original: Original, *args: object, **kwargs: object
 ) -> object:
     """A program without Megatron's arguments says its parallel sizes here for the first time."""
+    # a program with a loop of its own
     if context.monitor.loop is not None:
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -378,6 +379,7 @@ def _log(module: ModuleType, context: PatchContext) -> None:
 
     def call(last: bool, original: Original, message: Any, *args: object, **kwargs: object) -> None:
         teller = torch.distributed.get_world_size() - 1 if last else 0
+        # the rank that prints in the real job is here, or another local rank prints in its place
         if teller in context.local_ranks or not context.leads:
             original(message, *args, **kwargs)
         else:

@@ -348,6 +348,7 @@ def _whole_lookup(
     """
     values = values_of(self.tp_group)
     rows = _rows(self, input_) if values is not None else None
+    # a real group, or a table that is not known
     if values is None or rows is None:
         return original(self, input_)
     with values.of_parts(rows):

@@ -34,6 +34,7 @@ class _Refused:
     """What a stand-in module has under any name."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
+        # the class that a program derives names the stand-in
         stand_in = next(base for base in type(self).__mro__ if _Refused in base.__bases__)
         name = f"{stand_in.__module__}.{stand_in.__name__}"
         package = name.partition(".")[0]

@@ -104,6 +104,7 @@ def weak_references(tensors: Any) -> Any:
 
 def replace_functions(changes: ProcessChanges) -> None:
     """Put them into torch.cuda until ``changes`` are undone."""
+    # both modules hold the names
     for module in (torch.cuda, torch.cuda.graphs):
         changes.set(module, "CUDAGraph", CUDAGraph)
         changes.set(module, "graph_pool_handle", graph_pool_handle)

@@ -80,9 +80,11 @@ class HostShapes:
     def concerned(self, args: Sequence[object], kwargs: Options) -> bool:
         """Whether an operator of these arguments works on the host, and on one of them."""
         device = (kwargs or {}).get("device")
+        # a copy to another device belongs to remap.py
         if device is not None and torch.device(device).type != "cpu":
             return False
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # the device's operators have tier meta's own answers
         if any(tensor.is_meta for tensor in tensors):
             return False
         return any(self.holds(tensor) for tensor in tensors)

@@ -80,6 +80,7 @@ def masked_softmax(
     scores: torch.Tensor, mask: torch.Tensor | None, scale: torch.Tensor
 ) -> torch.Tensor:
     """Probabilities of scores ``[…, queries, keys]`` in their type; ``mask`` is true where none."""
+    # shapes: one fused kernel counts
     if scores.is_meta:
         out = torch.empty_like(scores)
         fused("masked_softmax", 0, scores, out)
@@ -257,6 +258,7 @@ def _turned(
     even_columns, odd_columns = pairs[..., 0::2], pairs[..., 1::2]
     left = even_columns * cos_left - odd_columns * sin_left
     right = odd_columns * cos_right + even_columns * sin_right
+    # paired: a column stays beside its partner
     if paired:
         return torch.stack([left, right], dim=-1).flatten(-2)
     return torch.cat([left, right], dim=-1)
@@ -271,6 +273,7 @@ def _turned_back(
     """The gradient of ``_turned``, as interleaved pairs."""
     cos_left, cos_right = cos
     sin_left, sin_right = sin
+    # the gradient has the layout of the forward's result
     if paired:
         left, right = turned[..., 0::2], turned[..., 1::2]
     else:

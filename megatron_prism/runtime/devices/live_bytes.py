@@ -513,6 +513,7 @@ class LiveBytes(TorchDispatchMode):
         """What runs ``inside`` changes it."""
         if isinstance(tensor, torch.Tensor):
             size_and_number = self._alive.get(tensor.untyped_storage()._cdata)
+            # tensors that were made inside do not count
             if (
                 size_and_number is not None
                 and self._silent is not None
@@ -522,6 +523,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _ask(self, func: OpOverload) -> Known:
         """What is known of ``func``: asked once, as an operator's own hash is a call to Python."""
+        # views take no memory, and neither views nor allocations launch kernels
         view = _is_view(func)
         answer = operators.answer(func) if self.cublas else None
         launches = not view and not func._schema.name.startswith(_ALLOCATE)
@@ -549,8 +551,10 @@ class LiveBytes(TorchDispatchMode):
     def _added(self, to: torch.Tensor, grad: object) -> None:
         """``to += grad``: is that autograd's hook of a parameter, which may have its own stream?"""
         node = torch._C._current_autograd_node()
+        # an addition of the program itself, outside the backward
         if node is None or not node.name().endswith("AccumulateGrad"):
             return
+        # both have to be tensors of the device
         keys = [t.untyped_storage()._cdata for t in (to, grad) if isinstance(t, torch.Tensor)]
         numbers = [self._alive[key][1] for key in keys if key in self._alive]
         if self.history is not None and len(numbers) == 2:

@@ -80,9 +80,11 @@ def _merged(dimensions: list[_Dimension]) -> list[_Dimension]:
     """By stride, neighbours that are laid out as one made one (TensorIterator's coalescing)."""
     merged = list[_Dimension]()
     for dimension in sorted(dimensions, key=lambda dimension: dimension.stride):
+        # the next dimension begins where the inner one ends
         if merged and merged[-1].stride * merged[-1].size == dimension.stride:
             inner = merged[-1]
             merged[-1] = _Dimension(inner.size * dimension.size, inner.stride)
+        # a dimension of one element does not change addresses
         elif dimension.size > 1:
             merged.append(dimension)
     return merged

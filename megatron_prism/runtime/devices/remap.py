@@ -226,6 +226,7 @@ class Remap(TorchFunctionMode):
     def _cpu(
         self, func: Callable[..., object], args: Sequence[torch.Tensor], kwargs: dict[str, object]
     ) -> object:
+        # host tensors have values and stay as they are
         if not args[0].is_meta:
             return func(*args, **kwargs)
         copy = _on_host(args[0], self.host)
@@ -248,9 +249,11 @@ class Remap(TorchFunctionMode):
 
     def _to(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
+        # Tensor.to("cuda", …) as a positional argument
         if len(args) > 1 and not isinstance(args[1], torch.dtype) and self._is_cuda(args[1]):
             args = (tensor, self.target, *args[2:])
         names_device = kwargs.get("device", _device_in(args)) is not None
+        # a shape moves: on the host it gets the values that are known
         if self.meta and tensor.is_meta and names_device:
             return self._from_meta(args, kwargs)
         return self._moved(tensor, func(*args, **kwargs), _blocks(args, kwargs))
@@ -332,11 +335,13 @@ class Remap(TorchFunctionMode):
     def _copy_(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
         target, source = args[:2]
+        # device to host
         if source.is_meta and not target.is_meta:
             blocks = not kwargs.get("non_blocking", args[2:] == (True,))
             _convert_on_device(source, target.dtype, blocks)
             cuda.copied(target, source, blocks)
             return target
+        # host to device: a copy that blocks makes the host wait for the stream
         if target.is_meta and isinstance(source, torch.Tensor) and not source.is_meta:
             blocks = not kwargs.get("non_blocking", args[2:] == (True,))
             _convert_on_device(target, source.dtype, blocks)

@@ -249,8 +249,10 @@ def mamba_chunk_scan_combined(
         raise UnsupportedError(
             "final states of a Mamba scan have no stand-in without a GPU", fix="--prism-tier cuda"
         )
+    # shapes: memory and time of the kernel alone
     if x.is_meta:
         return _chunk_scan(chunk_size, state_dtype, x, dt, A, B, C, D, z, dt_bias)
+    # values: the kernel adds the bias in fp32
     steps = dt.float()
     if dt_bias is not None:
         steps = steps + dt_bias

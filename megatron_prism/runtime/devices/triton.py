@@ -80,12 +80,15 @@ class Absent(types.ModuleType):
     """A module of a missing library: any attribute is a decorator that leaves functions alone."""
 
     def __getattr__(self, name: str) -> object:
+        # inspect and pickle ask for such names, and must not get a decorator
         if name.startswith("__"):
             raise AttributeError(name)
 
         def decorate(*args: object, **kwargs: object) -> object:
+            # @decorator without arguments
             if len(args) == 1 and callable(args[0]) and not kwargs:
                 return args[0]
+            # @decorator(…)
             return lambda function: function
 
         return decorate
