@@ -14,6 +14,7 @@ it; a rank whose watchdog is silent waits for nobody.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections import defaultdict
@@ -485,15 +486,15 @@ class _Log:
             kind = call.kind or "a call"
             self.job.evidence.append(f"rank {rank} waits in {kind}; its number is not printed")
             return
-        for known in self.calls[rank]:
-            if known.seq == call.seq and (not call.group or known.group in ("", call.group)):
-                known.group = known.group or call.group
-                known.group_rank = max(known.group_rank, call.group_rank)
+        for earlier in self.calls[rank]:
+            if earlier.seq == call.seq and (not call.group or earlier.group in ("", call.group)):
+                earlier.group = earlier.group or call.group
+                earlier.group_rank = max(earlier.group_rank, call.group_rank)
                 # a line that was cut has the number alone
-                if not known.kind:
-                    known.kind, known.elements = call.kind, call.elements
-                    known.timeout_ms, known.ran_ms = call.timeout_ms, call.ran_ms
-                known.op = known.op or call.op
+                if not earlier.kind:
+                    earlier.kind, earlier.elements = call.kind, call.elements
+                    earlier.timeout_ms, earlier.ran_ms = call.timeout_ms, call.ran_ms
+                earlier.op = earlier.op or call.op
                 return
         self.calls[rank].append(call)
         self._note(rank, call)
@@ -510,17 +511,16 @@ class _Log:
 
     def _counts(self, rank: int, match: re.Match[str], text: str, group: re.Match[str]) -> None:
         """Note counters; the call that failed is of their group."""
-        number = next(
-            (found for says, found in log_grammar.statements(text) if says is Says.FAILED), None
-        )
-        failed = -1 if number is None else int(number[1])
+        failed = -1
+        for says, statement in log_grammar.statements(text):
+            if says is Says.FAILED:
+                failed = int(statement[1])
+                break
         completed = int(match[2])
-        if (
-            completed < failed - 1
-            and str(failed - 1).startswith(match[2])
-            and text.endswith(match[2])
-        ):
-            completed = failed - 1  # the line is cut off in the number
+        # the line is cut off in the number: the call before the failed one was the last to end
+        is_cut = text.endswith(match[2]) and str(failed - 1).startswith(match[2])
+        if is_cut and completed < failed - 1:
+            completed = failed - 1
         counts = _Counts(group["name"], int(match[1]), completed, failed, int(group["rank"]))
         for call in self.calls[rank]:
             if call.seq == failed and call.group in ("", counts.group):
@@ -727,8 +727,8 @@ class _Job:
     @staticmethod
     def _add_call(speaker: _Speaker, call: LoggedCall) -> None:
         """Add a call, unless another log of the rank has it."""
-        for known in speaker.calls:
-            if known.seq == call.seq and known.group == call.group:
+        for earlier in speaker.calls:
+            if earlier.seq == call.seq and earlier.group == call.group:
                 return
         speaker.calls.append(call)
         if call.group:
@@ -744,31 +744,53 @@ class _Job:
         not end, and all before it did.
         """
         self._part_names()
-        calls = [
-            (rank, call) for rank, speaker in sorted(self.ranks.items()) for call in speaker.calls
-        ]
-        named = [call for _, call in calls if call.group]
-        alike: list[dict[int, LoggedCall]] = []
-        for rank, call in calls:
-            if call.group:
+        named_calls: list[LoggedCall] = []
+        for speaker in self.ranks.values():
+            named_calls += [call for call in speaker.calls if call.group]
+        for call_of_rank in self._unnamed_calls():
+            candidates: set[str] = set()
+            for named in named_calls:
+                if all(call.is_like(named) for call in call_of_rank.values()):
+                    candidates.add(named.group)
+            name = min(candidates, default="")
+
+            # one named group alone has such a call, and these ranks may be its members
+            if len(candidates) == 1 and self._fits(name, call_of_rank):
+                for call in call_of_rank.values():
+                    call.group = name
+            else:
+                self._name_group(call_of_rank)
+        self._count_calls()
+
+    def _unnamed_calls(self) -> list[dict[int, LoggedCall]]:
+        """Put calls that no line gives a group together with those that may be the same one.
+
+        Returns:
+            One dictionary a call: rank -> the call as this rank prints it.
+        """
+        alike_calls: list[dict[int, LoggedCall]] = []
+        for rank, speaker in sorted(self.ranks.items()):
+            for call in speaker.calls:
+                if not call.group:
+                    self._put_with_alike(alike_calls, rank, call)
+        return alike_calls
+
+    @staticmethod
+    def _put_with_alike(
+        alike_calls: list[dict[int, LoggedCall]], rank: int, call: LoggedCall
+    ) -> None:
+        """Add the call of a rank to the first ones that are like it, else by itself."""
+        for call_of_rank in alike_calls:
+            # a rank makes a call once
+            if rank in call_of_rank:
                 continue
-            for members in alike:
-                if rank not in members and all(call.is_like(other) for other in members.values()):
-                    members[rank] = call
-                    break
-            else:
-                alike.append({rank: call})
-        for members in alike:
-            names = {
-                other.group
-                for other in named
-                if all(call.is_like(other) for call in members.values())
-            }
-            if len(names) == 1 and self._fits(next(iter(names)), members):
-                for call in members.values():
-                    call.group = next(iter(names))
-            else:
-                self._name_group(members)
+            if all(call.is_like(earlier) for earlier in call_of_rank.values()):
+                call_of_rank[rank] = call
+                return
+        alike_calls.append({rank: call})
+
+    def _count_calls(self) -> None:
+        """Give ranks whose lines have no counters those that their calls tell."""
         # how far ranks are that wait for the same call and print counters
         last_of_call: dict[tuple[str, int], int] = {}
         for speaker in self.ranks.values():
@@ -810,16 +832,19 @@ class _Job:
 
         A kind or a size that a line does not show is no other one than that of the other members.
         """
-        calls: dict[tuple[str, int], list[LoggedCall]] = defaultdict(list)
+        prints_of_call: dict[tuple[str, int], list[LoggedCall]] = defaultdict(list)
         for speaker in self.ranks.values():
             for call in speaker.calls:
-                calls[call.group, call.seq].append(call)
-        for alike in calls.values():
-            known = {call.op for call in alike if call.op}
-            whole = all(min(call.elements) >= 0 for call in alike)
-            for call in alike:
-                call.op = call.op or (min(known) if len(known) == 1 else "")
-                call.elements = call.elements if whole else (-1, -1)
+                prints_of_call[call.group, call.seq].append(call)
+        for prints in prints_of_call.values():
+            kinds = {call.op for call in prints if call.op}
+            all_have_sizes = all(min(call.elements) >= 0 for call in prints)
+            for call in prints:
+                # the others know its kind, and agree about it
+                if not call.op and len(kinds) == 1:
+                    call.op = min(kinds)
+                if not all_have_sizes:
+                    call.elements = (-1, -1)
 
     def _members(self, name: str) -> dict[int, int]:
         """Global rank -> its number in the group, of those that speak of it."""
@@ -838,10 +863,12 @@ class _Job:
         """Give calls that no line names a group: one for all, or one for each rank where their
         numbers in their groups show that these are several.
         """
-        whole = _is_one_group({rank: call.group_rank for rank, call in calls.items()})
+        number_of_rank = {rank: call.group_rank for rank, call in calls.items()}
+        is_one_group = _is_one_group(number_of_rank)
         first = min(calls)
         for rank, call in calls.items():
-            call.group = f"of #{call.seq} on rank {first if whole else rank}"
+            owner = first if is_one_group else rank
+            call.group = f"of #{call.seq} on rank {owner}"
             # several calls of one rank may have one number in groups of their own
             while call.group in self.descs:
                 call.group += "'"
@@ -855,15 +882,17 @@ class _Job:
             members = self._members(name)
             if _is_one_group(members):
                 continue
+            # each of these ranks speaks of a group of its own
             for rank in members:
-                speaker, apart = self.ranks[rank], f"{name} of rank {rank}"
-                self.descs[apart] = self.descs.get(name, f"group {name}")
-                speaker.group_ranks[apart] = speaker.group_ranks.pop(name)
+                speaker = self.ranks[rank]
+                new_name = f"{name} of rank {rank}"
+                self.descs[new_name] = self.descs.get(name, f"group {name}")
+                speaker.group_ranks[new_name] = speaker.group_ranks.pop(name)
                 if name in speaker.counts:
-                    speaker.counts[apart] = speaker.counts.pop(name)
+                    speaker.counts[new_name] = speaker.counts.pop(name)
                 for call in speaker.calls:
                     if call.group == name:
-                        call.group = apart
+                        call.group = new_name
 
     def _world(self) -> World | None:
         try:
@@ -887,17 +916,18 @@ class _Job:
         groups = {}
         for name, ranks in speakers.items():
             desc = self._desc(name)
-            whole = desc == "default_pg"
+            is_default = desc == "default_pg"
             members: Sequence[int] | None = None
+            # a rank beyond the sizes is of another job, or these are
             if world is not None and max(ranks) < world.size:
                 try:
                     members = world.group(min(ranks), desc)
                 except (PrismError, KeyError):
-                    members = range(world.size) if whole else None
+                    members = range(world.size) if is_default else None
+            # only the ranks that speak of the group are known; whoever speaks is in the default one
             if not members:
-                # whoever speaks is in the default group
-                partial = self.ranks.keys() if whole else ranks
-                groups[name] = Group(name, desc, tuple(sorted(partial)), True)
+                speaking_ranks = self.ranks.keys() if is_default else ranks
+                groups[name] = Group(name, desc, tuple(sorted(speaking_ranks)), True)
             elif set(members) >= ranks:
                 groups[name] = Group(name, desc, tuple(members))
         return groups
@@ -911,21 +941,24 @@ class _Job:
             for name, (last, ended) in speaker.counts.items():
                 enqueued[name] = max(enqueued.get(name, 0), last)
                 completed[name] = min(completed.get(name, ended), ended)
-        whole_job = self._world() is not None
+        has_sizes = self._world() is not None
         dumps: dict[int, Dump] = {}
         for rank, speaker in sorted(self.ranks.items()):
             own = {name: group for name, group in groups.items() if rank in group.ranks}
-            status = {
-                name: Status(last, -1, ended) for name, (last, ended) in speaker.counts.items()
-            }
+            status: dict[str, Status] = {}
+            for name, (last, ended) in speaker.counts.items():
+                status[name] = Status(last, -1, ended)
             unknown = own.keys() - status.keys()
             waits = any(counters.enqueued > counters.completed for counters in status.values())
+            says_nothing = not speaker.counts and not _failed(speaker)
+
+            # nothing is said against a rank that waits: it came to all calls elsewhere
             if waits or speaker.fired:
-                # nothing is said against a rank that waits: it came to all calls elsewhere
                 for name in unknown & enqueued.keys():
                     status[name] = Status(enqueued[name], -1, completed[name])
-            elif (whole_job or speaker.stack) and not speaker.counts and not _failed(speaker):
-                continue  # it says nothing of its calls: as if it had left no dump
+            # it says nothing of its calls: as if it had left no dump
+            elif says_nothing and (has_sizes or speaker.stack):
+                continue
             entries = Calls.of(self._entries(rank, speaker, own))
             dumps[rank] = Dump(
                 rank, "log", own, status, entries, ("a log, no dump",), assumed=frozenset(unknown)
@@ -963,8 +996,8 @@ def _failed(speaker: _Speaker) -> bool:
 
 def _is_one_group(numbers: Mapping[int, int]) -> bool:
     """Whether ranks may be members of one group: their numbers there grow with them."""
-    known = [number for _, number in sorted(numbers.items()) if number >= 0]
-    return all(before < after for before, after in zip(known, known[1:], strict=False))
+    known_numbers = [number for _, number in sorted(numbers.items()) if number >= 0]
+    return all(before < after for before, after in itertools.pairwise(known_numbers))
 
 
 def _operation(call: LoggedCall) -> str:
