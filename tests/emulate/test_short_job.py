@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_prism.emulate.jobs.short_job import ChunkLayers, LayerCheck, chunk_layers, shorten
+from megatron_prism.emulate.jobs.short_job import (
+    ChunkLayers,
+    LayerCheck,
+    chunk_layers,
+    short_layers,
+    shorten,
+)
 
 
 def job(**settings):
@@ -29,6 +35,11 @@ def job(**settings):
         ({"no_rope_freq": 2, "moe_layer_freq": 1}, ChunkLayers(2, 16)),
         ({"recompute_method": "uniform", "recompute_num_layers": 2}, ChunkLayers(2, 16)),
         ({"recompute_method": "block", "recompute_num_layers": 16}, ChunkLayers(1, 16)),
+        # one layer alone ends in an assertion of Megatron's
+        (
+            {"fine_grained_activation_offloading": True, "pipeline_model_parallel_size": 1},
+            ChunkLayers(1, 32, fewest=2),
+        ),
     ],
 )
 def test_equal_layers_have_a_period(settings, expected):
@@ -45,11 +56,27 @@ def test_equal_layers_have_a_period(settings, expected):
         ({"moe_layer_freq": [0] + [1] * 31}, "--moe-layer-freq lists layers of several kinds"),
         ({"recompute_method": "block", "recompute_num_layers": 3}, "recomputes some layers"),
         ({"virtual_pipeline_model_parallel_size": 8}, "2 layers, too few"),
+        (
+            {
+                "fine_grained_activation_offloading": True,
+                "num_layers": 10,
+                "encoder_num_layers": 10,
+            },
+            "5 layers, too few",
+        ),
         ({"moe_layer_freq": 3}, "no whole number of 3 layers"),
     ],
 )
 def test_few_layers_say_nothing_of_unlike_ones(settings, reason):
     assert reason in chunk_layers(job(**settings)).reason
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(ChunkLayers(1, 16), [1, 2]), (ChunkLayers(2, 16), [2, 4]), (ChunkLayers(1, 16, 2), [2, 3])],
+)
+def test_the_next_short_job_has_a_period_more(layers, expected):
+    assert [short_layers(layers, periods) for periods in (1, 2)] == expected
 
 
 def test_a_short_job_has_so_many_layers_in_each_chunk():

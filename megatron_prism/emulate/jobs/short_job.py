@@ -41,11 +41,13 @@ class ChunkLayers:
     Attributes:
         period: layers after which their kinds repeat themselves.
         whole: layers of a chunk of the job.
+        fewest: periods of the smallest job that says something of the whole.
         reason: why few of them say nothing of the whole; "" if they do.
     """
 
     period: int = 1
     whole: int = 0
+    fewest: int = 1
     reason: str = ""
 
 
@@ -84,9 +86,30 @@ def chunk_layers(args: Namespace) -> ChunkLayers:
         return ChunkLayers(reason="--recompute-num-layers recomputes some layers of a chunk")
     if whole % period:
         return ChunkLayers(reason=f"a chunk has no whole number of {period} layers that repeat")
-    if whole < LEAST_PERIODS * period:
+    # the last layer of a chunk keeps its activations here, and one alone ends in an assertion
+    # (fine_grained_activation_offload.py:1161 @0.19.0)
+    fewest = 1
+    if getattr(args, "fine_grained_activation_offloading", False):
+        fewest = 2
+        # free blocks between tensors grow with microbatches in flight, unlike those of few layers
+        if chunks > 1:
+            return ChunkLayers(
+                reason="activations that are offloaded on several stages leave free blocks of "
+                "memory, which few layers do not show"
+            )
+    if whole < (LEAST_PERIODS + fewest - 1) * period:
         return ChunkLayers(reason=f"a chunk has {whole} layers, too few to leave some out")
-    return ChunkLayers(period, whole)
+    return ChunkLayers(period, whole, fewest)
+
+
+def short_layers(layers: ChunkLayers, periods: int) -> int:
+    """Count the layers of a chunk of a job with few layers.
+
+    Args:
+        layers: of the job's chunks.
+        periods: 1 for the smallest job that says something of the whole, one more for the next.
+    """
+    return (layers.fewest + periods - 1) * layers.period
 
 
 def _count_chunks(args: Namespace) -> int:

@@ -385,8 +385,9 @@ def _become(
         layers = short_job.chunk_layers(megatron_args)
         if layers.reason:
             exit_status.end_without_estimate(layers.reason)
-        run.short_layers = periods * layers.period, layers.whole
-        short_job.shorten(megatron_args, periods * layers.period, configs)
+        num_layers = short_job.short_layers(layers, periods)
+        run.short_layers = num_layers, layers.whole
+        short_job.shorten(megatron_args, num_layers, configs)
 
     # patches and listeners of this rank
     assert run.patches is not None, "they were applied"
