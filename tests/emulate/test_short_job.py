@@ -56,11 +56,13 @@ def test_equal_layers_have_a_period(settings, expected):
         ({"moe_layer_freq": [0] + [1] * 31}, "--moe-layer-freq lists layers of several kinds"),
         ({"recompute_method": "block", "recompute_num_layers": 3}, "recomputes some layers"),
         ({"virtual_pipeline_model_parallel_size": 8}, "2 layers, too few"),
+        ({"fine_grained_activation_offloading": True}, "offloaded on several stages"),
         (
             {
                 "fine_grained_activation_offloading": True,
-                "num_layers": 10,
-                "encoder_num_layers": 10,
+                "num_layers": 5,
+                "encoder_num_layers": 5,
+                "pipeline_model_parallel_size": 1,
             },
             "5 layers, too few",
         ),

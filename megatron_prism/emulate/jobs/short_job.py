@@ -91,7 +91,7 @@ def chunk_layers(args: Namespace) -> ChunkLayers:
     fewest = 1
     if getattr(args, "fine_grained_activation_offloading", False):
         fewest = 2
-        # free blocks between tensors grow with microbatches in flight, unlike those of few layers
+        # tensors of a peak follow from few layers, but the allocator's free blocks do not
         if chunks > 1:
             return ChunkLayers(
                 reason="activations that are offloaded on several stages leave free blocks of "
