@@ -159,6 +159,9 @@ def test_a_patch_replaces_only_what_it_declares():
     ("settings", "named"),
     [
         ("moe_paged_stash", "paged-stash"),
+        ("fp4", "FP4 is"),
+        ("fp8 fp8_dot_product_attention", "attention in FP8"),
+        ("fp8 fp8_param", ""),
         ("hybrid_context_parallel", "hybrid and dynamic"),
         ("dynamic_context_parallel", "hybrid and dynamic"),
         ("fine_grained_activation_offloading mtp_num_layers overlap_moe_expert_parallel_comm",
