@@ -21,7 +21,9 @@ PARTS = {
         "replay/timeline.py", "replay/overlap.py", "features/predict/sampler.py",
         "features/traces/programs.py", "features/uneven/step_times.py",
     },
-    "megatron_prism.features.predict.sampler.Sampler": {"features/predict/predict.py"},
+    "megatron_prism.features.predict.sampler.Sampler": {
+        "features/predict/predict.py", "features/predict/step_draws.py",
+    },
     "megatron_prism.features.hang.analyze.diagnose_dumps": {
         "features/hang/diagnose.py", "features/hang/command.py", "features/hang/confirm.py",
     },

@@ -153,7 +153,7 @@ def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered:
     num_nodes = done[iterations]
     kind, op, edges_begin, num_edges = (column[:num_nodes] for column in node_columns)
     start = np.concatenate(([0], np.cumsum(num_edges)))
-    # the lists of edges lie anywhere in ``edges``: one straight behind the other
+    # lists of edges lie anywhere in ``edges``: join them, in the order of the nodes
     shift = np.repeat(edges_begin - start[:-1], num_edges)
     calls, ready, node, ready_of = call_columns
     nodes_of_iteration = np.diff(done[:-1])

@@ -335,6 +335,7 @@ class _Joiner:
         for name, calls in program.groups().items():
             messages = calls[IS_PAIR[ops["name"][calls]]]
             size = len(graph.groups[name].group(rank))
+            # the rank is no member, or sends and receives nothing there
             if not messages.size or not size:
                 continue
             class_of_offset: dict[int, int] = {}
@@ -342,14 +343,15 @@ class _Joiner:
                 if group == name:
                     class_of_offset[offset % size] = peer_class
 
-            # a message is named by its sender, its receiver and the way between them
-            offsets, names = ops["peer"][messages] % size, ops["name"][messages]
+            # a message is named by its sender, its receiver and the offset from one to the other
+            offsets = ops["peer"][messages] % size
+            operations = ops["name"][messages]
             for offset in np.unique(offsets).tolist():
                 peer_class, is_offset = class_of_offset[offset], offsets == offset
-                sends = messages[is_offset & (names == CODE["send"])]
+                sends = messages[is_offset & (operations == CODE["send"])]
                 if sends.size:
                     self._add(index, sends, (name, offset, (index, peer_class)), 2)
-                receives = messages[is_offset & (names == CODE["recv"])]
+                receives = messages[is_offset & (operations == CODE["recv"])]
                 if receives.size:
                     way = -offset % size
                     self._add(index, receives, (name, way, (peer_class, index)), 2)

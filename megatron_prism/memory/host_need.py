@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.programs.program import Programs
-from megatron_prism.core.programs.slices import HOST_MEMORY, WHAT_IF
+from megatron_prism.core.programs.program import WHAT_IF, Programs
+from megatron_prism.core.programs.slices import HOST_MEMORY
 from megatron_prism.core.world import World
 
 _NODE = 8  # ranks of a host where nobody says how many

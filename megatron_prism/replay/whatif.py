@@ -1,4 +1,6 @@
-"""What-ifs: slow ranks or NICs, another machine; not other replicas or microbatches.
+"""What-ifs: slow ranks or NICs, faster calls, another host or machine, oversubscribed switches.
+
+Other replicas and microbatches are in ``replicas`` and ``microbatches``.
 
 A what-if, and a planted fault that costs time, is an ``Edit`` of programs and of prices.  Nothing
 is changed in place.  What an edit assumes is in ``Programs.source["what-if"]`` and in the new
@@ -21,8 +23,7 @@ import numpy as np
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.programs.ops import CODE, IS_CALL, NAMES
-from megatron_prism.core.programs.program import Program, Programs
-from megatron_prism.core.programs.slices import WHAT_IF
+from megatron_prism.core.programs.program import WHAT_IF, Program, Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph.world_graph import CallKind, WorldGraph, build
 from megatron_prism.replay.costs import Prices, price_ops, relabelled

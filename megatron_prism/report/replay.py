@@ -121,12 +121,15 @@ def _source_rows(metrics: Metrics, verbose: bool) -> list[_Row]:
     """Say where the programs are from, and what was changed."""
     source = dict(metrics.source)
     what_if = source.pop("what-if", None)
+    without = source.pop("without", None)
     texts: list[str] = []
     for key, text in source.items():
         # settings are long, and are asked for with -v
         if verbose or key not in _DETAILS:
             texts.append(f"{key} {text}")
     rows = [_Row("slices", "; ".join(texts) or "do not say where they are from")]
+    if without is not None:
+        rows.append(_Row("without", without))
     if what_if is not None:
         rows.append(_Row("assumed", what_if))
     return rows

@@ -217,7 +217,7 @@ def parsed(words, monkeypatch):
         ("--trigger-path x y", "--trigger-path is in no release", "--prism-ignore-unknown"),
         ("--num_layers 4", "--num_layers has dashes", "--num-layers"),
         ("--num-layer 4", "did you mean --num-layers", "--prism-ignore-unknown"),
-        ("--num-layers four", "invalid int value", "correct"),
+        ("--num-layers four", "invalid int value", "--prism-job-flags '--num-layers VALUE'"),
         ("stray", "belong to no option: stray", "correct"),
     ],
 )

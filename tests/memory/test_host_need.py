@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_prism.core.programs.program import Program, Programs
-from megatron_prism.core.programs.slices import HOST_MEMORY, WHAT_IF
+from megatron_prism.core.programs.program import WHAT_IF, Program, Programs
+from megatron_prism.core.programs.slices import HOST_MEMORY
 from megatron_prism.core.world import World
 from megatron_prism.memory.host_need import HostNeed, host_need
 

@@ -6,9 +6,11 @@ import json
 import pytest
 from helpers.metamorphic import JOBS, MACHINE, STORED, about, answer, ns, stored
 from helpers.spreads import spread
+from helpers.uneven_worlds import length_job
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.programs.program_text import dump
 from megatron_prism.core.world import World
 from megatron_prism.features.predict.predict import predict
 from megatron_prism.replay.costs import nccl_settings
@@ -99,3 +101,17 @@ def test_nodes_as_the_machine_has_them_change_nothing():
     sizes = {f.name: getattr(programs.world, f.name) for f in dataclasses.fields(World) if f.init}
     known = dataclasses.replace(programs, world=World(**{**sizes, "gpus_per_node": 8}))
     assert ns(known, MACHINE) == ns(programs, MACHINE)
+
+
+@about("lengths", "capture")
+def test_samples_of_the_captured_length_are_the_captured_job(tmp_path, capsys):
+    for length in (16, 64):
+        (tmp_path / f"s{length}").write_text(dump(length_job(length)))
+    (tmp_path / "alike.jsonl").write_text('{"length": 64}')
+    job = str(tmp_path / "s64")
+    drawn = (f"lengths={tmp_path}/alike.jsonl", f"capture={tmp_path}/s16", "--iterations", "3")
+    assert cli.main(["replay", job, "--json"]) == 0
+    captured_ns = json.loads(capsys.readouterr().out)["iteration_ns"]
+    assert cli.main(["replay", job, *drawn, "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)["drawn"]["times"]
+    assert times["step_ns"] == [captured_ns] * 3

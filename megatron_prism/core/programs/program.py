@@ -39,6 +39,8 @@ from megatron_prism.core.programs.ops import (
 )
 from megatron_prism.core.world import World
 
+WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
+WITHOUT = "without"  # of a source: options of the job that its capture did without
 _PLACE = {name: place for place, name in enumerate(OP.names or ())}
 
 
@@ -498,6 +500,16 @@ class Programs:
     source: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
     partial: bool = False
+
+    @property
+    def what_if(self) -> str | None:
+        """What is not as captured, in words; None: nothing."""
+        return self.source.get(WHAT_IF)
+
+    @property
+    def without(self) -> str | None:
+        """Options of the job that its capture did without, in words; None: none."""
+        return self.source.get(WITHOUT)
 
     def __repr__(self) -> str:
         """Say sizes alone."""

@@ -26,7 +26,7 @@ from megatron_prism.core.jobs import job_settings
 from megatron_prism.core.programs import shard
 from megatron_prism.core.programs.gpu_state import GPU_CLOCK
 from megatron_prism.core.programs.ops import CODE, IS_PAIR, SHARED
-from megatron_prism.core.programs.program import FIX, Program, Programs, load, save
+from megatron_prism.core.programs.program import FIX, WHAT_IF, Program, Programs, load, save
 from megatron_prism.core.programs.program_text import parse
 from megatron_prism.core.world import AXES, World, format_ranks
 
@@ -47,7 +47,6 @@ SAVED_BYTES = "saved_bytes"
 FOUND_OF_RANKS = (HOST_MEMORY, MEMORY_PARTS, ASSUMED_PARTS, SAVED_BYTES)
 # each slice has its own rank's, which no two have alike
 OF_RANKS = (HOST_INDEX, GPU_CLOCK, *FOUND_OF_RANKS)
-WHAT_IF = "what-if"  # of a source: what is not as it ran; of a slice, no part of what the job is
 _SHOWN = 64  # ranks of a message
 _AGAIN = (
     "the same capture again, into the same folder (what is there is kept): prism capture RECIPE "

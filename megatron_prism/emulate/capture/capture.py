@@ -87,8 +87,10 @@ def source_of(megatron: str, tier: str, device: str) -> dict[str, str]:
 
 
 def of_running_job() -> dict[str, str]:
-    """``tokens_per_iteration`` and ``model_flops_per_iteration`` of the job in this process, as
-    Megatron itself counts them; empty if none trains.
+    """Return what the job in this process does in an iteration; empty if none trains.
+
+    ``tokens_per_iteration`` and ``model_flops_per_iteration`` are as Megatron itself counts them;
+    ``without`` has the options that the job does without here.
     """
     # recipes run without megatron.training
     if job_arguments.recipe is not None:
@@ -102,10 +104,14 @@ def of_running_job() -> dict[str, str]:
         return {}
     args, batch = training.get_args(), calculator.get_current_global_batch_size()
     flops = round(training.num_floating_point_operations(args, batch))
-    return {
+    figures = {
         "tokens_per_iteration": str(batch * args.seq_length),
         "model_flops_per_iteration": str(flops),
     }
+    if job_arguments.without:
+        parts = [f"{name}: {meaning}" for name, meaning in job_arguments.without.items()]
+        figures[program.WITHOUT] = "; ".join(parts)
+    return figures
 
 
 def source_of_recipe(source: dict[str, str], recipe: Recipe) -> dict[str, str]:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.core.programs.ops import IS_NCCL
-from megatron_prism.core.programs.program import Program, Programs
-from megatron_prism.core.programs.slices import WHAT_IF
+from megatron_prism.core.programs.program import WHAT_IF, Program, Programs
 from megatron_prism.core.world import World
 
 _SCHEDULE = {  # Megatron's settings that change the order, and what ``schedules`` calls them

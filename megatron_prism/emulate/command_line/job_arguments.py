@@ -89,6 +89,8 @@ _ENDS = (
 )
 recipe: Recipe | None = None  # that is trained in this process
 left_out: dict[str, object] = {}  # what the job asked for and does without here
+# of these, what changes time or memory: an option's name -> what is otherwise
+without: dict[str, str] = {}
 _LARGEST = 1 << 24  # bytes of a file that is read for its content
 _DEPTH = 4
 

@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -58,19 +58,33 @@ def _states_stay(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, lambda original, generator: generator)
 
 
-# options that the job does without here: how Megatron says that they are off, and what that means
-_LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
-    "a CUDA graph": (
+class _LeftOut(NamedTuple):
+    """An option that the job does without here.
+
+    Attributes:
+        off: How Megatron says that it is off.
+        meaning: What that means.
+        counts: Whether time or memory are others with it.
+    """
+
+    off: dict[str, object]
+    meaning: str
+    counts: bool = True
+
+
+_LEFT_OUT = {
+    "a CUDA graph": _LeftOut(
         {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False},
         "kernels are launched one by one, and static buffers take no memory",
     ),
-    "--tp-comm-overlap": (
+    "--tp-comm-overlap": _LeftOut(
         {"tp_comm_overlap": False},
         "the same collectives run one after the other, and userbuffers take no memory",
     ),
-    "--use-cpu-initialization": (
+    "--use-cpu-initialization": _LeftOut(
         {"use_cpu_initialization": False},
         "weights are drawn where they stay, and tier cpu has the same in every layout",
+        counts=False,
     ),
 }
 
@@ -89,7 +103,7 @@ def _leave_out(
         in_shapes = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
         if in_shapes:
             _warm_up_shortly(context, cast(argparse.Namespace, args))
-    for name, (off, meaning) in _LEFT_OUT.items():
+    for name, (off, meaning, counts) in _LEFT_OUT.items():
         if in_shapes and "cuda_graph_impl" in off:
             continue  # these are captured
         # a setting that is already off, or that this release lacks, is nothing to say
@@ -103,6 +117,9 @@ def _leave_out(
             args.inference_cuda_graph_scope = type(scope)["none"]  # type: ignore[attr-defined]
         if asked:
             context.say(f"without a GPU {name} is off: {meaning}")
+        # what answers from the slices is said beside each of them
+        if asked and counts:
+            context.changes.set_item(job_arguments.without, name, meaning)
     return original(args, *rest, **kwargs)
 
 

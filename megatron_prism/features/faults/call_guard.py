@@ -266,9 +266,9 @@ class CallDifference:
     """A call that does not fit.
 
     Attributes:
-        rank: The rank that makes it.
+        rank: The rank that makes the call, or that left it out.
         iteration: In which.
-        kind: In which way: a field, missing, divergence.
+        kind: In which way: a field, missing, unmatched send, unmatched recv, divergence.
         call: The call.
         number: Among those of its group, or of the iteration.
         theirs: What the peer calls there.
@@ -288,6 +288,11 @@ class CallDifference:
     own: Op | None
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether the rank's derived program has the call and the rank did not make it."""
+        return self.kind == "missing" and self.peer is None
+
+    @property
     def place(self) -> str:
         """The call in words."""
         if self.kind == "divergence":
@@ -300,18 +305,22 @@ def disagreement(difference: CallDifference) -> HangError:
     from megatron_prism.features.hang.verdict import Culprit, Diagnosis, Waiting
 
     rank, peer, call = difference.rank, difference.peer, difference.call
-    evidence = [f"iteration {difference.iteration}, rank {rank} {_text(call)}"]
+    program = ""
+    if difference.is_left_out:
+        program = "'s derived program"
+    evidence = [f"iteration {difference.iteration}, rank {rank}{program} {_text(call)}"]
     if peer is not None and difference.theirs is not None:
         evidence.append(f"rank {peer} {_text(difference.theirs)}")
     evidence += difference.texts
     suspects = _suspects(difference)
-    # the rank's derived program votes between the two sides
-    if difference.kind != "divergence" and difference.own is not None:
+    # the rank's derived program says which of two sides is right
+    has_two_sides = difference.kind != "divergence" and not difference.is_left_out
+    if has_two_sides and difference.own is not None:
         relation = "otherwise" if suspects == [rank] else "the same"
         evidence.append(f"the derived program of this rank calls {relation}")
 
-    # only one of two makes the call
     kind = difference.kind
+    # only one of two makes the call
     if kind == "missing":
         is_extra = suspects == [rank] and peer is not None
         kind = "extra call" if is_extra else "skipped call"
@@ -346,12 +355,11 @@ def _suspects(difference: CallDifference) -> list[int]:
     # the rank left its own order
     if difference.kind == "divergence":
         return [rank]
-    # nobody votes: both sides stay possible
+    # without a derived program both sides stay possible
     if own is None:
         return []
-    # the peer's program has no such call
-    makes_it_alone = difference.kind == "missing" and difference.theirs is None
-    if differences(difference.call, own) or (makes_it_alone and peer is None):
+    # the rank calls otherwise than its program, or left the call out
+    if differences(difference.call, own) or difference.is_left_out:
         return [rank]
     return [] if peer is None else [peer]
 

@@ -17,7 +17,6 @@ import numpy as np
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.programs.ops import CODE
 from megatron_prism.core.programs.program import Program, Programs
-from megatron_prism.core.programs.slices import WHAT_IF
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import format_bytes
 from megatron_prism.features.fit import remedies
@@ -118,7 +117,12 @@ class Fit:
     @property
     def what_if(self) -> str | None:
         """What is not as captured, in words; None: nothing."""
-        return self.programs.source.get(WHAT_IF)
+        return self.programs.what_if
+
+    @property
+    def without(self) -> str | None:
+        """Options of the job that its capture did without; None: none."""
+        return self.programs.without
 
     @property
     def fits(self) -> bool:

@@ -50,10 +50,11 @@ def without_mask(program: Program, job: Mapping[str, str]) -> Program | None:
 
 
 def _earlier_masks(program: Program, is_mask: np.ndarray) -> list[int]:
-    """Masks of earlier iterations: of these only sizes are known, so they are what has the size
-    that only masks of this iteration have.
+    """Return allocations of earlier iterations whose size only masks of this iteration have.
 
-    is_mask : bool [allocations]
+    Args:
+        program: Of earlier iterations it keeps sizes alone.
+        is_mask: bool [allocations].
     """
     events, history = program.allocations, program.history
     sizes = set(events["bytes"][is_mask & (events["bytes"] > 0)].tolist())

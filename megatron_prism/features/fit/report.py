@@ -61,6 +61,8 @@ def _verdict(found: Fit) -> Iterator[str]:
     elif not runs_out:
         verdict = "at risk"
     yield from folded(f"{verdict}: the limit is {limit}{source}{assumes}", 2)
+    if found.without is not None:
+        yield from folded(f"  without {found.without}", 4)
     if found.what_if is not None:
         yield from folded(f"  assumed: {found.what_if}", 4)
     left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"

@@ -368,30 +368,45 @@ def _show_ends(judgement: Judgement, complete_calls: Sequence[Entry], ends: Sequ
 
 
 def _complete_text(state: JobState, calls: Sequence[Entry]) -> str:
-    """Say what calls that have everybody wait for, as far as logs and dumps know it."""
-    call = calls[0]
-    members = state.groups[call.group].ranks
-    are_several = len({entry.launch for entry in calls}) > 1
+    """Say which calls seem to have all their members, as far as logs and dumps know it.
 
-    # each is said with its own ranks: one call is not counted into another
-    if are_several and any(state.groups[entry.group].partial for entry in calls):
+    Args:
+        state: Of the job.
+        calls: At least one; those of one launch are one call.
+    """
+    calls_once: list[Entry] = []
+    for call in calls:
+        if all(call.launch != other.launch for other in calls_once):
+            calls_once.append(call)
+
+    # logs do not name all members of these groups
+    if len(calls_once) > 1 and any(state.groups[call.group].partial for call in calls_once):
         return (
             "none of these calls ended, and the log does not say who else belongs to their "
             "groups: ranks that did not come, a device, the network or NCCL"
         )
 
-    # of some the logs do not say whether they came
-    assumed: list[int] = []
-    for rank in members:
-        if rank in state.dumps and call.group in state.dumps[rank].assumed:
-            assumed.append(rank)
-    if not assumed:
+    sentences: list[str] = []
+    is_certain = True
+    for call in calls_once:
+        members = state.groups[call.group].ranks
+        # of these the logs do not say whether they came
+        assumed = [rank for rank in members if _is_assumed(state, rank, call.group)]
+        arrived = [rank for rank in members if rank not in assumed]
+        sentence = f"{ranks_text(arrived)} wait in {call_text(call)}"
+        if assumed:
+            is_certain = False
+            sentence += f", and the logs do not say whether {ranks_text(assumed)} came to it"
+        sentences.append(sentence)
+    if is_certain:
         return waits.complete_call_lines(state)
-    arrived = [rank for rank in members if rank not in assumed]
-    return (
-        f"{ranks_text(arrived)} wait in {call_text(call)}, and the logs do not say whether "
-        f"{ranks_text(assumed)} came to it: a rank that did not come, a device, the network or NCCL"
-    )
+    return "; ".join(sentences) + ": a rank that did not come, a device, the network or NCCL"
+
+
+def _is_assumed(state: JobState, rank: int, group: str) -> bool:
+    """Whether logs do not say that a rank came to the waiting call of a group."""
+    dump = state.dumps.get(rank)
+    return dump is not None and group in dump.assumed
 
 
 def _logged_waits(state: JobState) -> list[str]:

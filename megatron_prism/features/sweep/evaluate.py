@@ -31,7 +31,7 @@ from megatron_prism import __version__
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.programs.program import Program, Programs, load
-from megatron_prism.core.programs.slices import WHAT_IF, assemble
+from megatron_prism.core.programs.slices import assemble
 from megatron_prism.core.rendering import renderer_of
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.processes.workers import die_with_parent
@@ -391,7 +391,7 @@ def _memory(
                 "level": "reserved" if beyond is None else "device",
                 "allocated": top.num_bytes,
                 "reserved": reserved_bytes,
-                "history": programs.source.get(WHAT_IF, before),
+                "history": programs.what_if or before,
                 "at": top.op.label,
                 "by_kind": {kind: size for kind, size in top.by_kind.items() if size},
             }
@@ -444,7 +444,7 @@ def _times(timeline: Timeline, settings: SweepSettings) -> Figures:
     figures["path"] = [
         _fields(part, "phase what group ns") for part in all_figures["path"][:_SHOWN_PARTS]
     ]
-    figures["provenance"] = programs.source.get(WHAT_IF, "as captured")
+    figures["provenance"] = programs.what_if or "as captured"
     figures["gpus"] = world.size
     figures["headline"] = all_figures["headline"]
     # drawing takes long, so it is done where the objective asks for it

@@ -105,10 +105,14 @@ def examine_batches(sources: Sources, batches: Batches) -> IterationOutcome:
 def split_iterations(
     sources: Sources, inputs: Sequence[UnevenInput]
 ) -> list[tuple[UnevenInput, ...]]:
-    """Give each iteration its part of the lengths; other inputs are those of all iterations.
+    """Give each iteration its part of the lengths; inputs without lengths are alike in all.
+
+    Args:
+        sources: Of the captures; without lengths there is one iteration.
+        inputs: As they were typed: lengths of all iterations, one behind the other.
 
     Raises:
-        UsageError: Lengths are of different numbers of iterations.
+        UsageError: Lengths are of different numbers of iterations, or end within one.
     """
     # lengths without captures are refused where they are applied
     if sources.lengths is None:
@@ -126,7 +130,7 @@ def split_iterations(
                 "microbatches: the last iteration lacks some",
                 fix=f"a multiple of {microbatches} lengths",
             )
-        # of one iteration, or one length for all microbatches
+        # of one iteration, one length for all microbatches, or too few, which is refused later
         if whole < 2:
             continue
         if iterations not in (1, whole):

@@ -216,7 +216,7 @@ class Library(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name, "A stand-in of megatron_prism.")
         back_ends = dict(_BACK_ENDS)
-        # the last releases that had this back-end
+        # later releases lack this back-end
         if _release <= _LAST_MAX512:
             back_ends["NVTE_F16_max512_seqlen"] = 0
         for kind, members in {"DType": _DTYPES, "NVTE_Fused_Attn_Backend": back_ends}.items():

@@ -117,6 +117,17 @@ def test_a_fault_of_this_rank_stops_it_and_is_its_own(fault, says, job, capsys):
     assert fault in guard.banner()
 
 
+def test_a_call_that_was_left_out_is_said_of_the_program_alone(job):
+    """The rank makes no call there, so nothing it makes is compared."""
+    guard, group = job("drop@rank=1,iter=2,nth=4")
+    with pytest.raises(HangError) as caught:
+        iterations(guard, group)
+    said = str(caught.value)
+    assert "iteration 2, rank 1's derived program calls " in said
+    assert "rank 1 calls" not in said
+    assert "the derived program of this rank calls" not in said
+
+
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [

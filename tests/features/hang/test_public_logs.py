@@ -6,6 +6,7 @@ each stands what is true of it, who may be named, and what must and must not be 
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,6 +169,20 @@ def test_a_rank_whose_watchdog_fired_is_not_missing_though_its_call_is_not_shown
     named, text = judged(tmp_path, WORLD + CALL + FIRED)
     assert not named
     assert "do not say whether rank 0 came to it" in text
+
+
+def test_of_several_calls_each_is_said_with_the_ranks_that_may_lack(monkeypatch):
+    """Not those of the first call alone."""
+    monkeypatch.setattr(analyze, "call_text", lambda call: call.launch)
+    groups = {"a": SimpleNamespace(ranks=(0, 1), partial=False)}
+    groups["b"] = SimpleNamespace(ranks=(2, 3), partial=False)
+    unsure = SimpleNamespace(assumed={"b"})
+    state = SimpleNamespace(groups=groups, dumps={2: unsure})
+    calls = [SimpleNamespace(group=group, launch=f"call of {group}") for group in "aab"]
+    assert analyze._complete_text(state, calls).startswith(
+        "ranks 0,1 wait in call of a; rank 3 wait in call of b, and the logs do not say whether "
+        "rank 2 came to it: "
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from megatron_prism.core.programs.program import Builder, Programs
-from megatron_prism.core.programs.slices import ASSUMED_PARTS, MEMORY_PARTS, SAVED_BYTES, WHAT_IF
+from megatron_prism.core.programs.program import WHAT_IF, Builder, Programs
+from megatron_prism.core.programs.slices import ASSUMED_PARTS, MEMORY_PARTS, SAVED_BYTES
 from megatron_prism.core.world import World
 from megatron_prism.features.fit.fit import fit
 from megatron_prism.features.life.ending import shorten
