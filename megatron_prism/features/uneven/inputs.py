@@ -150,6 +150,12 @@ def split_word(kind: InputKind, text: str) -> tuple[str, str]:
         # a step of ranks (0-6:2) is a colon, too
         selector, _, value = text.rpartition(":")
         example = f"{kind.value}=dp=3:7"
+    # what has no colon may be meant as a file
+    if kind is InputKind.LENGTHS and not selector:
+        raise UsageError(
+            f"lengths={text}: no file of that name, and no ranks with lengths",
+            fix=f"a file of lengths, or {example}",
+        )
     if not selector or not value:
         raise UsageError(f"{kind.value}={text} needs ranks and a value", fix=example)
     return selector, value

@@ -126,6 +126,7 @@ def test_fit_says_how_often_a_run_does_not_fit(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["predict", "s64", "lengths=none.jsonl", *OTHERS], "none.jsonl: no file of that name"),
         (["predict", "s64", "lengths=law.jsonl"], "one capture does not say how long"),
         (["predict", "s64", "lengths=dp=1:64", *OTHERS], "draws from the samples of a run"),
         (["predict", "s64", "lengths=law.jsonl", *OTHERS, "dp=8"], "does not understand dp=8"),
