@@ -7,26 +7,93 @@ tells them apart is who belongs to them: ranks that list disjoint members speak 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from megatron_prism.features.hang.dumps import Dump, DumpSet, Group, Status
 
 Members = tuple[int, ...]
+# description, members, and which of the groups of a rank that are alike in both
+Identity = tuple[str, Members, int]
 
 
 def with_names_apart(observed: DumpSet) -> DumpSet:
     """Return dumps in which no two groups have one name."""
+    names_of_rank: dict[int, dict[str, str]] = {}
+    if _are_counted_by_process(observed):
+        names_of_rank = _names_by_members(observed)
+    else:
+        shared_names = _shared_names(observed)
+        for rank, dump in observed.dumps.items():
+            names_of_rank[rank] = _names_of_shared(dump, shared_names)
+    if not any(names_of_rank.values()):
+        return observed
+    dumps: dict[int, Dump] = {}
+    for rank, dump in observed.dumps.items():
+        new_names = names_of_rank[rank]
+        dumps[rank] = _renamed(dump, new_names) if new_names else dump
+    return replace(observed, dumps=dumps)
+
+
+# -- numbers that each process counts by itself ---------------------------------------------------
+def _are_counted_by_process(observed: DumpSet) -> bool:
+    """Tell whether names are numbers of the processes: there are fewer of them than groups.
+
+    Ranks of the first stage, say, are in more groups than others, so one group may have several
+    numbers, and one number be of groups that overlap.  A rank that made two groups in another order
+    than the others uses their two names for two groups.
+    """
+    names: set[str] = set()
+    groups: set[tuple[str, Members]] = set()
+    for dump in observed.dumps.values():
+        for name, group in dump.groups.items():
+            # a rank that knows of itself alone does not list a group
+            if group.partial or len(group.ranks) < 2:
+                continue
+            names.add(name)
+            groups.add((group.desc, group.ranks))
+    return len(names) < len(groups) and all(name.isdecimal() for name in names)
+
+
+def _names_by_members(observed: DumpSet) -> dict[int, dict[str, str]]:
+    """Name each group after its first member that left a dump: rank -> old name -> new name."""
+    new_name_of_group: dict[Identity, str] = {}
+    names_of_rank: dict[int, dict[str, str]] = {}
+    for rank, dump in sorted(observed.dumps.items()):
+        new_names: dict[str, str] = {}
+        for name, identity in _identities(dump).items():
+            new_name = new_name_of_group.setdefault(identity, f"{name} of rank {rank}")
+            new_names[name] = new_name
+        names_of_rank[rank] = new_names
+    return names_of_rank
+
+
+def _identities(dump: Dump) -> dict[str, Identity]:
+    """Tell the groups of a rank apart: name -> what all members know of the group."""
+    numbered: list[tuple[int, str]] = []
+    for name, group in dump.groups.items():
+        if name.isdecimal() and dump.rank in group.ranks and not group.partial:
+            numbered.append((int(name), name))
+    identities: dict[str, Identity] = {}
+    alike = Counter[tuple[str, Members]]()
+    for _, name in sorted(numbered):
+        group = dump.groups[name]
+        key = group.desc, group.ranks
+        # members make groups of the same ranks in the same order
+        identities[name] = (*key, alike[key])
+        alike[key] += 1
+    return identities
+
+
+# -- names that several groups share --------------------------------------------------------------
+def _shared_names(observed: DumpSet) -> set[str]:
+    """Find names that ranks use for groups without a common member."""
     shared_names: set[str] = set()
     for name, written in observed.listed.items():
         members_of_name = [group.ranks for group in written if not group.partial]
         if _are_several(members_of_name):
             shared_names.add(name)
-    if not shared_names:
-        return observed
-    dumps: dict[int, Dump] = {}
-    for rank, dump in observed.dumps.items():
-        dumps[rank] = _renamed(dump, shared_names)
-    return replace(observed, dumps=dumps)
+    return shared_names
 
 
 def _are_several(members_of_name: list[Members]) -> bool:
@@ -42,15 +109,18 @@ def _are_several(members_of_name: list[Members]) -> bool:
     return len(ranks) == sum(sizes)
 
 
-def _renamed(dump: Dump, shared_names: set[str]) -> Dump:
-    """Return a dump with names of its own for groups whose names others use for theirs."""
+def _names_of_shared(dump: Dump, shared_names: set[str]) -> dict[str, str]:
+    """Return new names for a rank's groups whose names others use for theirs."""
     new_names: dict[str, str] = {}
     for name in shared_names & dump.groups.keys():
         members = dump.groups[name].ranks
         if dump.rank in members:
             new_names[name] = f"{name} of rank {min(members)}"
-    if not new_names:
-        return dump
+    return new_names
+
+
+def _renamed(dump: Dump, new_names: dict[str, str]) -> Dump:
+    """Return a dump with other names of its groups."""
     groups: dict[str, Group] = {}
     for name, group in dump.groups.items():
         new_name = new_names.get(name, name)

@@ -231,6 +231,16 @@ LINES = (
     ),
     _line(
         says=Says.EVIDENCE,
+        word="connectFullMesh failed",
+        pattern=r"(?P<own>Gloo connectFullMesh failed with \[[^\]]*\][\w ]*)",
+        source="ProcessGroupGloo.cpp, 2.0 on: a member of the group ended, or cannot be reached",
+        example=(
+            "[rank4]:[E421 02:05:38.764490322 ProcessGroupGloo.cpp:143] Gloo connectFullMesh "
+            "failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"
+        ),
+    ),
+    _line(
+        says=Says.EVIDENCE,
         word="what():",
         pattern=r"what\(\):\s+(?P<own>(?:CUDA|HIP) error: .*)",
         source="std::terminate, behind an exception of c10; open-mmlab/mmdetection#1445",

@@ -252,6 +252,8 @@ class Speakers:
         self.has_torchrun = False
         self.tasks_are_ranks = True
         self.has_label_of_rank = False
+        # groups, smaller perhaps than the job, by whose numbers alone their lines name ranks
+        self.numbering_groups: set[str] = set()
         torch_ranks: set[int] = set()
         actors: dict[str, set[int]] = defaultdict(set)
         for line in lines:
@@ -335,6 +337,8 @@ class Speakers:
         group = GROUP.search(line)
         if group is not None:
             whole = group["desc"] == "default_pg" or group["name"] == "0"
+            if not whole and not self.marked:
+                self.numbering_groups.add(group["desc"] or f"group {group['name']}")
             return int(group["rank"]) if whole or not self.marked else None
         alone = _OWN_NUMBER.search(line)
         return int(alone[1]) if alone is not None and not self.marked else None

@@ -283,6 +283,10 @@ class _Log:
 
     def _hand_over(self) -> None:
         """Give the job the records, with the groups that later lines named."""
+        for name in sorted(self.speakers.numbering_groups):
+            note = f"ranks as {name} numbers them: no line has their numbers in the job"
+            if note not in self.job.notes:
+                self.job.notes.append(note)
         for rank, line, start, fired_s, value in self.noted:
             call, issued_s = None, -1.0
             if isinstance(value, LoggedCall):

@@ -440,12 +440,24 @@ def stuck_devices(judgement: Judgement) -> list[Culprit]:
             judgement.note(entry, text + "stands still")
             continue
 
+        # a log names no call that ended: the others may have made another one of this number
+        is_named_by_number = state.groups[entry.group].partial
+        if is_named_by_number and len(ended) <= len(ranks):
+            judgement.suspect({*ranks, *ended})
+            text = f"{ranks_text(ended)} ended a call #{entry.seq} of {entry.desc}, which the log "
+            text += f"does not name; {ranks_text(sorted(ranks))} waits in {call_text(entry)}: "
+            text += "a device, or other calls on one side"
+            judgement.note(entry, text)
+            continue
+
         # of others it is not known, or it did not end on these either
         others_text = "the others"
         if len(ended) < len(state.groups[entry.group].ranks) - 1:
             others_text = ranks_text(ended)
         reason = f"{call_text(entry)} ended on {others_text} (up to #{last}), not on it: "
         reason += "its device, its watchdog or the link to it"
+        if is_named_by_number:
+            reason += ", or another call than theirs"
         judgement.note(entry, f"rank {rank}: {reason}")
         culprits.append(Culprit(rank, "device stuck", reason))
     return culprits
@@ -633,7 +645,8 @@ def lone_waiters(judgement: Judgement) -> list[Culprit]:
     # calls that differ, and none of them is decided: the circle may come of them
     if judgement.mismatches and not judgement.culprits:
         return []
-    lone = waits.lone_waiters(judgement.state, waits.smallest_cycle(judgement.state))
+    cycle = waits.smallest_cycle(judgement.state)
+    lone = waits.lone_waiters(judgement.state, cycle, judgement.culprits)
     if lone is None:
         return []
     judgement.first = lone.call

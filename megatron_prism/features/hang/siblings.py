@@ -189,6 +189,10 @@ def find_order_conflicts(
         lost = state.siblings_without_dump(place)
         if _may_be_turned(len(excluded), len(ranks) - len(excluded), len(lost)):
             return OrderConflicts({}, {}, uncompared, (*sorted(excluded), *lost))
+        by_messages = [rank for rank in excluded if conflict_of_rank[rank].key.pair]
+        unconfirmed = _unconfirmed_by_replica(state, by_messages, lost)
+        if unconfirmed:
+            return OrderConflicts({}, {}, uncompared, unconfirmed)
         opponent_counts |= excluded
     return OrderConflicts(opponent_counts, conflict_of_rank, uncompared)
 
@@ -213,6 +217,25 @@ def _may_be_turned(odd_count: int, agreeing_count: int, lost_count: int) -> bool
         of_the_others = math.comb(sibling_count - half, unlike_count)
         ways += of_the_others * math.comb(half, seen_count - unlike_count)
     return ways > _CHANCE * math.comb(sibling_count, seen_count)
+
+
+def _unconfirmed_by_replica(
+    state: JobState, odd_ranks: Collection[int], lost: Collection[int]
+) -> tuple[int, ...]:
+    """Find ranks with odd messages whose whole replica may have them, and its lost members.
+
+    The ranks of a replica at one place of the pipeline have the same microbatches, so a replica
+    with other ones is odd as a whole, and none of its ranks errs.  A member that does as the other
+    replicas do shows that the rank alone is odd.
+    """
+    unconfirmed: set[int] = set()
+    for rank in odd_ranks:
+        members = state.model_parallel_ranks(rank) - {rank}
+        lost_members = members.intersection(lost)
+        agreeing = members.intersection(state.dumps) - set(odd_ranks)
+        if lost_members and not agreeing:
+            unconfirmed |= {rank, *lost_members}
+    return tuple(sorted(unconfirmed))
 
 
 _TWINS = 3  # ranks, at least, among which one may be the odd one
@@ -723,8 +746,12 @@ def _are_whole_iterations(
 
 
 # -- messages: which ranks left out a send or a receive? ------------------------------------------
-def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
+def skipped_messages(state: JobState, apart: Collection[int] = ()) -> Iterator[tuple[int, Entry]]:
     """Find ranks that left out a message which their siblings posted, and that went on.
+
+    Args:
+        state: The job.
+        apart: Ranks that say nothing of their siblings.
 
     Yields:
         The rank, and the call of another rank that waits for its message.
@@ -739,23 +766,25 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
             if not state.outstanding.get(peer) or state.unlike_replicas(peer, head.desc):
                 continue
             if state.history:
-                skipped = _went_on_without_next_message(state, peer, head.desc)
+                skipped = _went_on_without_next_message(state, peer, head.desc, apart)
             else:
-                skipped = _posted_fewer_messages(state, peer, head.desc)
+                skipped = _posted_fewer_messages(state, peer, head.desc, apart)
             if skipped:
                 yield peer, head
 
 
-def _went_on_without_next_message(state: JobState, rank: int, desc: str) -> bool:
+def _went_on_without_next_message(
+    state: JobState, rank: int, desc: str, apart: Collection[int]
+) -> bool:
     """Tell by the records whether ``rank`` made calls that siblings made after the next message."""
     issued = state.issued(rank)
     messages = issued.places(lambda part: part.pair and part.desc == desc)
     last_message = int(issued.seq[messages].max(initial=0))
-    votes = state.went_on_without(rank, CallKey(desc, True, last_message + 1))
+    votes = state.went_on_without(rank, CallKey(desc, True, last_message + 1), apart)
     return votes[True] > 0 and votes[False] == 0
 
 
-def _posted_fewer_messages(state: JobState, rank: int, desc: str) -> bool:
+def _posted_fewer_messages(state: JobState, rank: int, desc: str, apart: Collection[int]) -> bool:
     """Tell by the counters whether ``rank`` posted fewer messages of a group than its siblings.
 
     Siblings that made no more collectives but more messages vote for it; siblings with no more
@@ -765,6 +794,8 @@ def _posted_fewer_messages(state: JobState, rank: int, desc: str) -> bool:
     own_counts = state.counts[rank]
     votes_for = votes_against = 0
     for sibling in state.siblings_of(rank):
+        if sibling in apart:
+            continue
         messages, _ = state.messages_counted(sibling, desc)
         counts = state.counts[sibling]
         if messages > own_messages >= 0 and not _leads(counts, own_counts):

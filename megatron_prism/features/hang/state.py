@@ -469,6 +469,15 @@ class JobState:
                 places.append((group.desc, self._place(name, rank)))
         return tuple(sorted(places))
 
+    def model_parallel_ranks(self, rank: int) -> set[int]:
+        """Return the members of a rank's tensor- and context-parallel groups."""
+        members: set[int] = set()
+        for name in self.groups_of[rank]:
+            group = self.groups[name]
+            if group.desc.startswith(_OF_MODEL):
+                members.update(group.ranks)
+        return members
+
     def siblings_of(self, rank: int) -> list[int]:
         """Return the ranks with a dump at the rank's place of the pipeline, itself among them."""
         return self.siblings[self.role.get(rank, 0)]
@@ -817,17 +826,20 @@ class JobState:
         votes = self.went_on_without(rank, key_of(entry))
         return votes[True] > votes[False]
 
-    def went_on_without(self, rank: int, wanted: CallKey) -> Counter[bool]:
+    def went_on_without(
+        self, rank: int, wanted: CallKey, apart: Collection[int] = ()
+    ) -> Counter[bool]:
         """Count siblings by whether ``rank`` made one of the calls that they made from one on.
 
         Args:
             rank: A rank that lacks the call.
             wanted: The call; siblings that lack it do not count.
+            apart: Siblings that do not count either.
         """
         own_keys = set(keys_of(self.issued(rank)))
         votes = Counter[bool]()
         for sibling in self.siblings_of(rank):
-            if sibling == rank:
+            if sibling == rank or sibling in apart:
                 continue
             issued = self.issued(sibling)
             wanted_places = places_of_key(issued, wanted)

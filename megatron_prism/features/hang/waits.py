@@ -586,9 +586,10 @@ def complete_call_lines(state: JobState) -> str:
 
     # a log does not list the members
     if any(state.groups[entry.group].partial for entry in calls):
+        waiting_text = ranks_text(sorted(members - left))
         return (
-            f"the call of {ranks_text(sorted(members))} did not end, and the log does not say who "
-            "else belongs to its group: a rank that did not come, a device, the network or "
+            f"the call of {waiting_text} did not end, and the log does not say who else belongs "
+            "to its group: a rank that did not come, a device, the network or "
             f"NCCL{splits_text}"
         )
     members_text = ""
@@ -624,14 +625,21 @@ class LoneWaiters:
     text: str
 
 
-def lone_waiters(state: JobState, cycle: list[int]) -> LoneWaiters | None:
+def lone_waiters(
+    state: JobState, cycle: list[int], culprits: Collection[int] = ()
+) -> LoneWaiters | None:
     """Find ranks that left the order, by a minority.
 
     It is the one rank that left out a message, by what its siblings did; else, in a circle of
     waits, a few that wait where most members never come, or one that left out the call in which all
     others wait.
+
+    Args:
+        state: The job.
+        cycle: Ranks of a circle of waits.
+        culprits: Ranks that are named: what they called says nothing of their siblings.
     """
-    silent_ranks = dict(siblings.skipped_messages(state))
+    silent_ranks = dict(siblings.skipped_messages(state, culprits))
     if len(silent_ranks) == 1:
         ((rank, entry),) = silent_ranks.items()
         text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"

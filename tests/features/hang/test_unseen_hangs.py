@@ -193,6 +193,10 @@ DRAWN = [
     (save_on_some, "dynamic", "timed", 4),
     # 12 of 15 recorders are too short to say which call is the oldest: three "never started" it
     (killed_without_a_word, "interleaved", "history", 2),
+    # rank 19's replica has three microbatches, most have four; the dump of its other rank is lost
+    (killed_without_a_word, "dynamic", "timed", 11),
+    # rank 15 left out a message that culprit 14 alone had answered
+    (evaluation_on_some, "interleaved", "history", 14),
 ]
 
 
@@ -201,6 +205,19 @@ def test_nobody_innocent_is_named_in_what_was_drawn(kind, world, how, seed):
     culprits, lost, found = judged(kind, world, how, seed)
     possible = {culprit.rank for culprit in found.possibly} & lost
     assert {culprit.rank for culprit in found.culprits} - possible <= culprits, found
+
+
+@pytest.mark.parametrize("lost", [(18,), (19,), (16, 18), (10, 18)])
+def test_a_replica_with_other_microbatches_is_not_odd_for_a_lost_dump(lost):
+    """Replicas of 4, 3, 4 and 2 microbatches: of ranks 18 and 19, of 3, one left no dump."""
+    it = job("dynamic")
+    it.parts = {rank: [(name, list(ops)) for name, ops in it.parts[rank]] for rank in it.parts}
+    killed = {6: RankFault(host=1, silent=True)}
+    values = dict(export.dumps_of(stall.run_until_stalled(it.programs(), killed), timing=True))
+    for rank in lost:
+        del values[rank]
+    found = analyze.diagnose_dumps(DumpSet({r: of_value(v, r) for r, v in values.items()}))
+    assert {culprit.rank for culprit in found.culprits} <= {6, *lost}, found
 
 
 @pytest.mark.parametrize("how", HOWS)
