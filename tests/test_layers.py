@@ -390,11 +390,35 @@ def first_cells(page):
     return "".join(rows)
 
 
-def test_the_page_of_the_code_names_files_that_are_there():
+def rows_of_what_to_change():
+    """The rows "to change … | look in …" of the page of the code."""
     page = (ROOT.parent / "docs/how-it-works.md").read_text(encoding="utf-8")
-    rows = page.partition("| to change")[2].partition("\n\n")[0]
-    places = [name for name in re.findall(r"`([\w./]+)`", rows) if "/" in name]
+    return page.partition("| to change")[2].partition("\n\n")[0]
+
+
+def place_of(name):
+    """The file or folder that the page names so; None where there is none."""
     roots = (ROOT, ROOT.parent, ROOT / "replay/costs", ROOT.parent / "tests/helpers")
-    missing = [name for name in places if not any((root / name).exists() for root in roots)]
-    assert places
+    return next((root / name for root in roots if (root / name).exists()), None)
+
+
+def test_the_page_of_the_code_names_files_that_are_there():
+    names = re.findall(r"`([\w./]+)`", rows_of_what_to_change())
+    places = [name for name in names if "/" in name or name.endswith(".py")]
+    assert len(places) > 20
+    assert [name for name in places if place_of(name) is None] == []
+
+
+def test_the_page_of_the_code_names_what_its_files_have():
+    """Behind a file stand, in parentheses, the names at which to begin."""
+    named = re.findall(r"`([\w./]+\.\w+)` \(([^)]*`[^)]*)\)", rows_of_what_to_change())
+    missing = []
+    for path, words in named:
+        text = place_of(path).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", words):
+            # a definition, not a mention
+            definition = rf"^ *(?:def |class |function |const )?{name}\b *(?:[=:(]|$)"
+            if re.search(definition, text, flags=re.M) is None:
+                missing.append(f"{name} of {path}")
+    assert len(named) > 10
     assert missing == []
