@@ -1,9 +1,7 @@
 """A process that was told to emulate and would end well without Megatron fails; no other does."""
 
-import pathlib
 import subprocess
 import sys
-import tempfile
 import types
 
 import pytest
@@ -69,11 +67,12 @@ def test_only_a_job_that_would_end_well_is_judged(tmp_path, code, status):
          " exit_status.trained(); os._exit(0)\nos.wait()", 0),
     ],
 )  # fmt: skip
-def test_a_launcher_ends_well_if_something_below_it_trained(tmp_path, code, status):
-    marks = set(pathlib.Path(tempfile.gettempdir()).glob("prism-trained-*"))
+def test_a_launcher_ends_well_if_something_below_it_trained(tmp_path, monkeypatch, code, status):
+    # a folder of its own: tests beside this one leave marks in the machine's
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = run(tmp_path, code, "--prism-emulate")
     assert (done.returncode, SAYS in done.stderr) == (status, status == 1), done.stderr
-    assert not set(pathlib.Path(tempfile.gettempdir()).glob("prism-trained-*")) - marks
+    assert not [*tmp_path.glob("prism-trained-*")]
 
 
 def test_workers_of_multiprocessing_are_not_the_job(tmp_path):

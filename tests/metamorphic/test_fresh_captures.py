@@ -67,6 +67,7 @@ def test_buffers_of_messages_live_as_long_as_in_the_job_captured_with_them(layou
     settings = "pp=4", "vpp=2", "num_layers=8", "hidden_size=64", *layout
     given, real = (fresh(*settings, microbatches=n) for n in (before, after))
     made = schedule.with_microbatches(given, after)
+    assert "peaks may be off" not in made.source["what-if"]
     for one, other in zip(made.programs, real.programs, strict=True):
         assert one.live_bytes().max(initial=0) == other.live_bytes().max(initial=0)
         if not len(other.allocations):  # of a stage like another one

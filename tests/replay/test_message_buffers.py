@@ -34,20 +34,33 @@ def with_tensors(programs):
     return dataclasses.replace(programs, programs=tuple(found))
 
 
-def with_reductions(programs):
-    """The schedule as a job whose buckets of gradients are reduced between two steps: dense
-    parameters and experts have one each, and Python drops its tensors behind both."""
+def with_reductions(programs, overlapped=True):
+    """The schedule as a job that reduces gradients: one bucket of dense parameters, one of experts.
+
+    Overlapped buckets are reduced where the scheduler asks for it, and Python drops its tensors
+    behind both; others are reduced behind the scheduler's last step, as it has returned.
+    """
     changed = []
     calls = ["compute", "reduce_scatter", "compute", "reduce_scatter"]
     for program in programs.programs:
         ops = program.ops
         in_backward = [place for place, text in enumerate(program.strings) if text == "in backward"]
         is_asked_for = (ops["name"] == CODE["grad_sync"]) & ~np.isin(ops["note"], in_backward)
-        counts = np.where(is_asked_for, len(calls), 1)
+        counts = np.ones(len(ops), dtype=np.int64)
+        if overlapped:
+            counts[is_asked_for] = len(calls)
+            first_calls = np.flatnonzero(is_asked_for)
+        else:
+            counts[is_asked_for] = 0
+            first_calls = np.array([len(ops) - 1])  # the mark of the iteration's end
+            counts[first_calls] = len(calls) + 1
         starts = np.concatenate(([0], np.cumsum(counts)))
         new_ops = np.repeat(ops, counts)
-        for start in starts[:-1][is_asked_for].tolist():
-            new_ops["name"][start : start + len(calls)] = [CODE[name] for name in calls]
+        for start in starts[first_calls].tolist():
+            for place, name in enumerate(calls, start):
+                new_ops["name"][place] = CODE[name]
+                if overlapped and name == "reduce_scatter":
+                    new_ops["handle"][place] = len(ops) + place
         memory = program.allocations.copy()
         memory["before"] = starts[memory["before"]]
         changed.append(dataclasses.replace(program, ops=new_ops, allocations=memory))
@@ -88,13 +101,18 @@ def test_each_tensor_lives_as_long_as_in_the_schedule_of_that_number(sizes, give
         assert one.live_bytes().max() == other.live_bytes().max() > 0
 
 
+@pytest.mark.parametrize("overlapped", [True, False])
 @pytest.mark.parametrize("given", [8, 16])
-def test_tensors_outlive_the_calls_that_the_scheduler_asks_for(given):
+def test_tensors_outlive_the_calls_that_the_scheduler_asks_for(given, overlapped):
     """Four stages of two chunks, of which 8 microbatches show no steady state."""
     sizes = {"pp": 4, "vpp": 2}
     wanted = 24 - given
-    captured = with_tensors(with_reductions(schedule.schedules(microbatches=given, **sizes)))
-    real = with_tensors(with_reductions(schedule.schedules(microbatches=wanted, **sizes)))
+    captured = with_tensors(
+        with_reductions(schedule.schedules(microbatches=given, **sizes), overlapped)
+    )
+    real = with_tensors(
+        with_reductions(schedule.schedules(microbatches=wanted, **sizes), overlapped)
+    )
     made = schedule.with_microbatches(captured, wanted)
     for one, other in zip(made.programs, real.programs, strict=True):
         assert lifetimes(one) == lifetimes(other)

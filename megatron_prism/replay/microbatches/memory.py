@@ -175,6 +175,9 @@ class ArrangedMemory:
     @property
     def follows_messages(self) -> bool:
         """Whether Megatron's schedule explains the end of every captured tensor of a message."""
+        # the memory of this stage is that of a captured stage like it
+        if not len(self._old):
+            return True
         return self._buffers.explains_received
 
     @cached_property
@@ -270,23 +273,28 @@ class ArrangedMemory:
     def _last_call_asked_for(self, piece: int) -> int | None:
         """Find the last of the collectives that the scheduler asks for between two steps.
 
-        Python returns to the scheduler behind them, and drops no tensor of its own earlier.
+        Python returns to the scheduler behind them, and drops no tensor of its own earlier.  The
+        scheduler asks for collectives only where they overlap with steps, so it never waits for
+        them at once.  Where they do not, the end of the iteration calls them when the scheduler has
+        returned (``finalize_model_grads``).
 
         Args:
             piece: A captured piece.
 
         Returns:
-            The op; None if the piece begins with no collective.
+            The op; None if the piece begins with no such collective.
         """
         captured = self._captured
         start, end = captured.bounds[piece : piece + 2].tolist()
         names = captured.program.ops["name"]
+        handles = captured.program.ops["handle"]
         last_call = None
         for op in range(start, end):
             # a message of the scheduler, or the end of an iteration, which waits for the calls
             if captured.is_pipeline[op] or names[op] in _WAITS:
                 break
-            if IS_CALL[names[op]]:
+            is_overlapped = handles[op] >= 0
+            if IS_CALL[names[op]] and is_overlapped:
                 last_call = op
         return last_call
 
