@@ -101,7 +101,8 @@ def with_constants(program: Program, counts: np.ndarray, constants: np.ndarray) 
 
 
 def counted(program: Program, stored: Mapping[str, Any], made_by: Sequence[float]) -> np.ndarray:
-    """Say what each segment's host does: calls of Python follow from the rest.
+    """Say what each segment's host does: calls of Python follow from the rest, which has the starts
+    of backwards where they were counted.
 
     Args:
         program: of slices of tier meta.

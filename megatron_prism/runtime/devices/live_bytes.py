@@ -163,10 +163,23 @@ class _Gone(weakref.ref[torch.UntypedStorage]):
 
 
 class Engine(torch._C._ImperativeEngine):
-    """torch's, whoever starts it (Megatron does by itself): what C++ calls has this frame below."""
+    """torch's, whoever starts it (Megatron does by itself): what C++ calls has this frame below.
+
+    starts : backwards so far that began outside of another one.  On a GPU such a backward goes to
+             the thread of its device, and one inside of it stays there
+    """
+
+    starts = 0
+    _depth = 0
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
-        return super().run_backward(*args, **options)
+        if not self._depth:
+            self.starts += 1
+        self._depth += 1
+        try:
+            return super().run_backward(*args, **options)
+        finally:
+            self._depth -= 1
 
 
 def _is_view(func: OpOverload) -> bool:

@@ -24,6 +24,10 @@ PRODUCT_NS = 8_300  # of a matrix product that C++ launches in a loop
 # Of a product for whose shape cuBLASLt chooses a kernel, more (te_kernels/product_shapes.py).  In a
 # traced iteration the choice took 0.1 to 0.35 ms on a host of index 0.9 to 1.7
 UNSEEN_NS = 100_000
+# Of a backward that begins, more: the thread of Python hands it to that of the device, and hears of
+# its end.  The quickest tenth of the traced rank with the least Python around its backwards
+# (benchmarks/results/h100_backwards.json), for that counts apart; the median is 186 us
+BACKWARD_NS = 150_000
 
 _COUNTED, _PASSED, _ASIDE = range(3)  # counts; only what it calls counts; neither
 _ASIDE_IN = ("runtime/te_kernels/", "runtime/process_group.py", "runtime/recorder/")
@@ -152,7 +156,14 @@ class PythonCalls:
 
 
 def host_ns(
-    calls: int, kernels: int, phase: str, *, looped: int = 0, products: int = 0, unseen: float = 0
+    calls: int,
+    kernels: int,
+    phase: str,
+    *,
+    looped: int = 0,
+    products: int = 0,
+    unseen: float = 0,
+    backwards: int = 0,
 ) -> tuple[int, int]:
     """Estimate what a host of index 0.7 takes for a segment.
 
@@ -163,6 +174,7 @@ def host_ns(
         looped: of the kernels, those that C++ launches behind others within one operator.
         products: of the kernels, the matrix products that C++ launches so.
         unseen: matrix products for whose shape the library chooses a kernel; an expectation.
+        backwards: that begin, but those inside of another.
 
     Returns:
         ns of the host, and ns of it until its first kernel may begin.
@@ -173,4 +185,5 @@ def host_ns(
     by_python = kernels - products - looped
     whole_ns = calls * CALL_NS + by_python * KERNEL_NS
     whole_ns += looped * LOOP_NS + products * PRODUCT_NS + round(unseen * UNSEEN_NS)
+    whole_ns += backwards * BACKWARD_NS
     return whole_ns, whole_ns // max(kernels, 1)

@@ -118,6 +118,8 @@ class Recorder(CallListener, TrainingListener):
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
         self.owners = AllocationOwners()
         self._events: dict[int, int] = {}
+        # backwards that began in segments without a kernel, for the next one with any (meta only)
+        self._backwards_before = 0
         self._of_iteration = self._builder  # also while a graph is captured
 
     # -- an iteration -----------------------------------------------------------------------------
@@ -135,6 +137,7 @@ class Recorder(CallListener, TrainingListener):
         self._builder.earlier = earlier or {}
         self._collections.start()
         self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
+        self._backwards_before = 0
         if self.meter is not None:
             loads.start()
             self.meter.take()
@@ -262,6 +265,8 @@ class Recorder(CallListener, TrainingListener):
         assert self.meter is not None
         done = self.meter.take()
         if not done.kernels:
+            # a backward may begin with a call; its start delays what is launched behind that
+            self._backwards_before += done.backwards
             return
         # the host's time is modelled where its calls of Python are counted
         host = lead = -1
@@ -274,7 +279,9 @@ class Recorder(CallListener, TrainingListener):
                 looped=done.looped,
                 products=done.products,
                 unseen=done.unseen,
+                backwards=done.backwards + self._backwards_before,
             )
+        self._backwards_before = 0
         self._add(
             "compute",
             flops=done.flops,

@@ -83,6 +83,7 @@ class Work:
     products : matrix products that C++ launches behind others, within one operator
     unseen   : of all products, those for whose shape the library chooses a kernel; an expectation
     python   : calls of the job's functions
+    backwards: backwards that began, but those inside of another
     host     : one of ``HOST_WORK`` with the threads of the host's operators -> bytes, which are
                not part of ``traffic``
     """
@@ -94,6 +95,7 @@ class Work:
     products: int = 0
     unseen: float = 0.0
     python: int = 0
+    backwards: int = 0
     calls: Counter[str] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
 
@@ -169,6 +171,7 @@ class Meter:
     def __init__(self) -> None:
         self._work = Work()
         self.python = PythonCalls()
+        self._starts = 0  # of the engine, when they were last asked for
         self._names: dict[object, str] = {}
         self._held: list[tuple[str, int, int, list[torch.Tensor]]] | None = None
         self.memory: Callable[[int, int, str], None] | None = None
@@ -202,7 +205,14 @@ class Meter:
         """The work since the last call."""
         work, self._work = self._work, Work()
         work.python = self.python.take()
+        work.backwards = self._backwards_begun()
         return work
+
+    def _backwards_begun(self) -> int:
+        """Backwards since the last call, as the engine of tier meta counts them."""
+        starts = getattr(torch.autograd.Variable._execution_engine, "starts", 0)
+        begun, self._starts = starts - self._starts, starts
+        return max(0, begun)  # another engine begins at 0
 
     def kernel(
         self,
