@@ -102,10 +102,15 @@ def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered:
     handles, num_handles = _numbered(ops["handle"])
     first, following, largest_batch = _batches(ops["batch"])
     pairs, num_pairs = _pairs_of_buffered_sends(program, buffered)
+    # NCCL hands its buffers out in whole steps: a send of one byte holds one
     step_bytes = max(1, buffered // _STEPS)
-    whole_steps = np.maximum(1, -(-program.bytes_in // step_bytes))
-    held_bytes = whole_steps * step_bytes
-    waits_for_device = np.array([text == "device" for text in program.strings])
+    steps_of_send = np.maximum(1, -(-program.bytes_in // step_bytes))
+    held_bytes = steps_of_send * step_bytes
+    # a host_wait for the whole device has this note
+    is_device_note = np.array([text == "device" for text in program.strings])
+    is_device_wait = is_device_note[ops["note"]]
+
+    # in the order of ``_read``'s parameters
     inputs = [
         ops["name"].astype(np.int64),
         ops["stream"].astype(np.int64),
@@ -114,7 +119,7 @@ def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered:
         first,
         following,
         is_call.astype(np.int64),
-        waits_for_device[ops["note"]].astype(np.int64),
+        is_device_wait.astype(np.int64),
         pairs,
         held_bytes,
         has_host,

@@ -147,13 +147,13 @@ class ExpectedCalls:
     """Healthy peers, and those of the plan with the call at which its world stands still.
 
     Attributes:
-        healthy: Peers without faults.
-        faulty: Peers as faults of virtual ranks make them.
+        healthy_peers: Peers without faults.
+        faulty_peers: Peers as faults of virtual ranks make them.
         rank: The local rank.
         faults: Those of virtual ranks.
         iteration: In which they happen (None: the first checked).
-        never: FIFO and number of this rank's first call without an end.
-        state: The job at its standstill, if it comes to one.
+        first_endless_call: FIFO and number of this rank's first call without an end.
+        stalled_job: The job at its standstill, if it comes to one.
         hits: What the faults hit.
     """
 
@@ -182,12 +182,12 @@ class ExpectedCalls:
         programs = open_programs(path)
         _check_world(path, programs.world, world)
         # without planted faults, peers do what their programs say
-        self.healthy = self.faulty = ProgramPeers(programs, rank)
+        self.healthy_peers = self.faulty_peers = ProgramPeers(programs, rank)
         self.rank = rank
         self.faults = tuple(faults)
         self.iteration = _single_iteration(faults)
-        self.never: tuple[str, str, int, int] | None = None
-        self.state: StalledJob | None = None
+        self.first_endless_call: tuple[str, str, int, int] | None = None
+        self.stalled_job: StalledJob | None = None
         self.hits: tuple[FaultedCall, ...] = ()
         if faults:
             self._plant(programs, seed, dry)
@@ -201,7 +201,7 @@ class ExpectedCalls:
         self.hits = planted.hits
         if dry:
             return
-        self.faulty = ProgramPeers(planted.programs, self.rank)
+        self.faulty_peers = ProgramPeers(planted.programs, self.rank)
         # a large world takes too long to run before the job starts
         lengths = [len(program) for program in planted.programs.programs]
         if sum(lengths[number] for number in planted.programs.program_of) > _MAX_OPS:
@@ -210,7 +210,7 @@ class ExpectedCalls:
         # the faults cost time and stop nobody
         if state.finished:
             return
-        self.state = state
+        self.stalled_job = state
 
         # the first that does not end: a call, or a wait of the host, which is no call
         program = planted.programs.of(self.rank)
@@ -219,7 +219,7 @@ class ExpectedCalls:
             waits = op.group or op.name == "host_wait"
             if waits and not is_done[index]:
                 if op.group:
-                    self.never = (*_fifo(op), int(program.sequence[index]))
+                    self.first_endless_call = (*_fifo(op), int(program.sequence[index]))
                 return
 
     def standstill(self, key: tuple[str, str, int, int]) -> None:
@@ -228,11 +228,11 @@ class ExpectedCalls:
         Args:
             key: FIFO and number of the call.
         """
-        if key != self.never or self.state is None:
+        if key != self.first_endless_call or self.stalled_job is None:
             return
         from megatron_prism.features.hang import diagnose
 
-        verdict = diagnose.diagnose_stall(self.state, self.healthy.programs)
+        verdict = diagnose.diagnose_stall(self.stalled_job, self.healthy_peers.programs)
         text = f"nobody can go on: rank {self.rank} stands in the first call that never ends"
         raise HangError(f"{text}\n{verdict}")
 
@@ -394,9 +394,9 @@ class CallGuard(LabelledCalls):
         local: All local ranks.
         injector: Makes faults of this rank happen.
         steps: Train steps, as the monitor has them.
-        strict: What programs expect, if calls are compared with them.
+        expected_calls: What programs expect, if calls are compared with them.
         call_check: Compares calls with programs.
-        neighbours: Compares calls with those of other local ranks.
+        local_call_check: Compares calls with those of other local ranks.
     """
 
     def __init__(self, options: Any, asked: FaultOptions, tier: Any, store: Any) -> None:
@@ -422,19 +422,19 @@ class CallGuard(LabelledCalls):
             own_faults, self.rank, tier.name, tier.live, asked.dry_run, asked.truth
         )
         self.steps: Callable[[], Sequence[Any]] = lambda: ()
-        self.strict: ExpectedCalls | None = None
+        self.expected_calls: ExpectedCalls | None = None
         self.call_check: CallCheck | None = None
         if asked.strict and asked.programs is not None:
-            self.strict = ExpectedCalls(
+            self.expected_calls = ExpectedCalls(
                 asked.programs, options.world, self.rank, virtual_faults, asked.seed, asked.dry_run
             )
-            self.call_check = CallCheck(self.strict.healthy, self._fail)
-        self.neighbours: LocalCallCheck | None = None
+            self.call_check = CallCheck(self.expected_calls.healthy_peers, self._fail)
+        self.local_call_check: LocalCallCheck | None = None
         if asked.strict and store is not None:
-            self.neighbours = LocalCallCheck(store, self.rank, self._fail)
+            self.local_call_check = LocalCallCheck(store, self.rank, self._fail)
         self._is_inside_call = False
         self._skips_next = False  # whether the next iteration is not a steady one
-        self._checked_faulty = False
+        self._compared_with_faulty_peers = False
         self._other_arguments: list[str] = []  # that the programs are of other arguments
         self._compared_calls = 0  # with the programs of the world
         self._compared_iterations: list[int] = []
@@ -442,19 +442,19 @@ class CallGuard(LabelledCalls):
 
     def _write_virtual_truth(self) -> None:
         """Write what faults of virtual ranks hit."""
-        if self.asked.truth is None or self.strict is None or not self._is_first:
+        if self.asked.truth is None or self.expected_calls is None or not self._is_first:
             return
         with self.asked.truth.open("a", encoding="utf-8") as file:
-            for hit in self.strict.hits:
-                file.write(hit.truth("virtual", self.strict.iteration) + "\n")
+            for hit in self.expected_calls.hits:
+                file.write(hit.truth("virtual", self.expected_calls.iteration) + "\n")
 
     def banner(self) -> str:
         """Say what is wrong on purpose, in a frame that nobody overlooks."""
         lines = [f"FAULT INJECTION: {fault}" for fault in self.asked.faults]
         # a dry run says which calls would be hit
         if self.asked.dry_run:
-            if self.strict is not None:
-                lines += [f"would fire: {hit}" for hit in self.strict.hits]
+            if self.expected_calls is not None:
+                lines += [f"would fire: {hit}" for hit in self.expected_calls.hits]
             lines.append("dry run: none of them happens")
         if not lines:
             return ""
@@ -469,9 +469,9 @@ class CallGuard(LabelledCalls):
         It may be the programs that are wrong then, and not a rank.
         """
         self._other_arguments = []
-        if self.strict is None:
+        if self.expected_calls is None:
             return
-        of_programs = self.strict.healthy.programs.source.get("arguments")
+        of_programs = self.expected_calls.healthy_peers.programs.source.get("arguments")
         if not of_programs:
             return
         differing = job_settings.differences("arguments", of_programs, arguments)
@@ -497,12 +497,12 @@ class CallGuard(LabelledCalls):
 
     def _begin_comparison(self, call_check: CallCheck, number: int) -> None:
         """Compare the calls of a train step with programs: faulty ones if faults happen in it."""
-        assert self.strict is not None
-        peers = self.strict.healthy
+        assert self.expected_calls is not None
+        peers = self.expected_calls.healthy_peers
         # without an iteration of its own a fault happens in each
-        if self.strict.iteration in (None, 0, number):
-            peers = self.strict.faulty
-        self._checked_faulty |= peers is self.strict.faulty
+        if self.expected_calls.iteration in (None, 0, number):
+            peers = self.expected_calls.faulty_peers
+        self._compared_with_faulty_peers |= peers is self.expected_calls.faulty_peers
         self._compared_iterations.append(number)
         call_check.begin(peers, peers.order() if self.asked.check_order else None)
 
@@ -526,28 +526,28 @@ class CallGuard(LabelledCalls):
         self.injector.check_fired()
         self._check_survived()
         self._say_survived()
-        if self.strict is None:
+        if self.expected_calls is None:
             return
-        if self.strict.faults and not self.asked.dry_run:
-            raise self._was_not_met(self.strict)
+        if self.expected_calls.faults and not self.asked.dry_run:
+            raise self._was_not_met(self.expected_calls)
         sys.stderr.write(
             f"prism: {self._compared_calls:,} calls of rank {self.rank} in "
             f"{len(self._compared_iterations)} iterations were compared with "
             f"{self.asked.programs}\n"
         )
 
-    def _was_not_met(self, strict: ExpectedCalls) -> UsageError:
+    def _was_not_met(self, expected_calls: ExpectedCalls) -> UsageError:
         """Return the error of faults of virtual ranks that stopped nothing."""
         reason = "it changes no call of this rank"
         fix = "another iter=, or another rank"
-        if not self._checked_faulty:
+        if not self._compared_with_faulty_peers:
             reason = (
                 f"{self._compared_text()}: neither the first nor the last, and none whose "
                 "parameters an evaluation gathered before it"
             )
             if self._compared_iterations:
                 fix = f"iter= one of {format_ranks(self._compared_iterations)}"
-        texts = ", ".join(map(str, strict.faults))
+        texts = ", ".join(map(str, expected_calls.faults))
         return UsageError(f"{texts} was not met: {reason}", fix=fix)
 
     def _compared_text(self) -> str:
@@ -604,7 +604,7 @@ class CallGuard(LabelledCalls):
         self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
         """Make the call, after faults and checks."""
-        is_before_training = self.iteration == 0 and self.neighbours is None
+        is_before_training = self.iteration == 0 and self.local_call_check is None
         # start-up, and calls that another call makes, pass unchanged
         if self._is_inside_call or is_before_training:
             self.injector.sequence[group.desc, op in ("send", "recv")] += 1
@@ -630,7 +630,7 @@ class CallGuard(LabelledCalls):
 
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
         """Compare a call with programs, and with those of other local ranks."""
-        if self.call_check is None and self.neighbours is None:
+        if self.call_check is None and self.local_call_check is None:
             return
         fields: dict[str, Any] = dict(details(group, op, args, kwargs))
         fields.pop("shape", None)
@@ -641,30 +641,31 @@ class CallGuard(LabelledCalls):
             rank: group.ranks.index(rank) for rank in self.local if rank in group.ranks
         }
         # several local ranks of the group compare with each other; messages have one peer
-        if self.neighbours is None or len(local_positions) < 2 or op in ("send", "recv"):
+        if self.local_call_check is None or len(local_positions) < 2 or op in ("send", "recv"):
             return
         self._is_inside_call = True
         try:
             ranks = ",".join(map(str, sorted(local_positions)))
-            self.neighbours.check(call, f"{group.desc}:{ranks}", local_positions, site)
+            self.local_call_check.check(call, f"{group.desc}:{ranks}", local_positions, site)
         finally:
             self._is_inside_call = False
 
     def _compare_with_programs(self, call_check: CallCheck, group: PrismGroup, call: Op) -> None:
         """Compare a call with what programs expect."""
-        assert self.strict is not None
+        assert self.expected_calls is not None
         self._compared_calls += 1
         fifo = _fifo(call)
-        if call_check.peers is self.strict.faulty and group.size() > 1:
-            self.strict.standstill((*fifo, call_check.counts[fifo]))
+        if call_check.peers is self.expected_calls.faulty_peers and group.size() > 1:
+            self.expected_calls.standstill((*fifo, call_check.counts[fifo]))
         call_check.check(call, group.rank(), group.size())
 
     def _outcome(self, call: Op, theirs: Op | None) -> str:
         """Say what the library of the policy does with two calls that differ; strict: stops."""
         if self.asked.policy == "gloo":
             is_root: bool | None = None
-            if self.strict is not None and call.name == "broadcast":
-                is_root = self.strict.healthy.position(call.group, self.rank) == call.root
+            if self.expected_calls is not None and call.name == "broadcast":
+                position = self.expected_calls.healthy_peers.position(call.group, self.rank)
+                is_root = position == call.root
             return gloo_does(call, theirs, is_root)
         passes = self.asked.policy == "nccl" and nccl_lets_through(call, theirs)
         return "passes" if passes else "hangs"
@@ -675,12 +676,12 @@ class CallGuard(LabelledCalls):
         call: Op,
         number: int,
         theirs: Op | None,
-        found: Sequence[str],
+        differing: Sequence[str],
         peer: int | None = None,
         own: Op | None = None,
     ) -> None:
         """Raise the verdict on a call that does not fit, unless the library lets it through."""
-        texts = list(found)
+        texts = list(differing)
         # but for calls that its own program lacks, the library may let a difference pass
         if kind != "divergence":
             outcome = self._outcome(call, theirs)
@@ -694,8 +695,8 @@ class CallGuard(LabelledCalls):
             if self.asked.policy == "gloo":
                 texts.append(f"gloo {outcome}")
             # what this rank's own program has there
-            if self.strict is not None and call.name not in ("send", "recv"):
-                own_calls = self.strict.healthy.own(call.group)
+            if self.expected_calls is not None and call.name not in ("send", "recv"):
+                own_calls = self.expected_calls.healthy_peers.own(call.group)
                 own = own_calls[number] if number < len(own_calls) else None
         # a program of other arguments may be the reason
         if texts:

@@ -622,18 +622,35 @@ def _partner(fault: Fault) -> Fault:
 
 
 def _op(fault: Fault, group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
-    """Return the call that is to change, with the splits that this rank gives."""
+    """Return the healthy call that a fault is to change, with the splits that this rank gives."""
     fields = details(group, op, args, kwargs)
     if fault.kind == "splits":
-        size = group.size()
-        if len(args) < 4 or isinstance(args[1], (list, tuple)) or size < 3:
-            text = f"{fault}: that all-to-all has no splits among two others"
-            raise UnsupportedError(text, fix=f"another group=, or prism hang DIR fault={fault}")
-        # without splits all members get as many rows
-        send_rows = tuple(args[3]) or (len(args[1]) // size,) * size
-        fields["splits"] = send_rows, tuple(args[2])
+        fields["splits"] = _splits_of_all_to_all(fault, group, args)
     fields["group"] = group.desc
     return Op(op, **fields)
+
+
+def _splits_of_all_to_all(
+    fault: Fault, group: PrismGroup, args: Args
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the rows that this rank sends to and receives from each member of a group.
+
+    Raises:
+        UnsupportedError: The call takes a list of tensors, or has no two other members, between
+            which the fault could move rows.
+    """
+    size = group.size()
+    # c10d's alltoall takes two lists of tensors; alltoall_base (output, input, rows received from
+    # each member, rows sent to each, options)
+    is_of_lists = len(args) < 4 or isinstance(args[1], (list, tuple))
+    if is_of_lists or size < 3:
+        text = f"{fault}: that all-to-all has no splits among two others"
+        raise UnsupportedError(text, fix=f"another group=, or prism hang DIR fault={fault}")
+    _, sent_tensor, received_rows, sent_rows = args[:4]
+    # no splits: the same number of rows to each member
+    if not sent_rows:
+        sent_rows = [len(sent_tensor) // size] * size
+    return tuple(sent_rows), tuple(received_rows)
 
 
 def _ends_in_loss(chunk: torch.nn.Module) -> bool:

@@ -23,6 +23,7 @@ from megatron_prism.memory import peaks
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 _FORWARD = PHASE_NAMES.index("forward")
 _ROUNDED = 512  # bytes, to which the allocator of a GPU rounds
+_STORAGE, _BYTES = 0, 1  # columns of Program.history
 
 
 def without_mask(program: Program, job: Mapping[str, str]) -> Program | None:
@@ -32,35 +33,49 @@ def without_mask(program: Program, job: Mapping[str, str]) -> Program | None:
         program: of one rank.
         job: its source.
     """
-    sizes = _mask_sizes(job)
-    masks = _masks(program, sizes) if sizes else set()
+    mask_sizes = _mask_sizes(job)
+    if not mask_sizes:
+        return None
+    masks = _masks(program, mask_sizes)
     if not masks:
         return None
-    events = program.allocations
-    is_mask = np.isin(events["storage"], list(masks))
-    earlier = _earlier_masks(program, is_mask)
-    in_history = np.isin(program.history[:, 0], [*masks, *earlier])
+    is_mask = np.isin(program.allocations["storage"], list(masks))
+    earlier_masks = _earlier_masks(program, is_mask)
+    history_storages = program.history[:, _STORAGE]
+    is_mask_in_history = np.isin(history_storages, [*masks, *earlier_masks])
+
+    # rows of these columns are those of the allocations, where the capture knew them
+    streams, routed = program.streams, program.routed
+    if len(streams):
+        streams = streams[~is_mask]
+    if len(routed):
+        routed = routed[~is_mask]
     return dataclasses.replace(
         program,
-        allocations=events[~is_mask],
-        streams=program.streams[~is_mask] if len(program.streams) else program.streams,
-        history=program.history[~in_history],
-        routed=program.routed[~is_mask] if len(program.routed) else program.routed,
+        allocations=program.allocations[~is_mask],
+        streams=streams,
+        history=program.history[~is_mask_in_history],
+        routed=routed,
     )
 
 
 def _earlier_masks(program: Program, is_mask: np.ndarray) -> list[int]:
-    """Return allocations of earlier iterations whose size only masks of this iteration have.
+    """Return storages of earlier iterations whose size only masks of this iteration have.
+
+    Of earlier iterations a program has no notes of steps, so a mask is told by its size alone.
 
     Args:
-        program: Of earlier iterations it keeps sizes alone.
+        program: of one rank.
         is_mask: bool [allocations].
     """
     events, history = program.allocations, program.history
-    sizes = set(events["bytes"][is_mask & (events["bytes"] > 0)].tolist())
+    is_request = events["bytes"] > 0
+    sizes = set(events["bytes"][is_mask & is_request].tolist())
+    # another tensor has the same size: an earlier one of it may be either
     sizes -= set(events["bytes"][~is_mask].tolist())
-    earlier = ~np.isin(history[:, 0], events["storage"])
-    storages: list[int] = history[earlier & np.isin(history[:, 1], list(sizes)), 0].tolist()
+    is_earlier = ~np.isin(history[:, _STORAGE], events["storage"])
+    has_size = np.isin(history[:, _BYTES], list(sizes))
+    storages: list[int] = history[is_earlier & has_size, _STORAGE].tolist()
     return storages
 
 
@@ -76,28 +91,30 @@ def _mask_sizes(job: Mapping[str, str]) -> set[int]:
     # such a mask keeps documents apart: without it the job would compute something else
     if settings.get("reset_attention_mask", "False") == "True":
         return set()
-    length = settings.get("seq_length", "")
-    rows = settings.get("micro_batch_size", "1")
-    ranks = settings.get("context_parallel_size", "1")
-    if not (length.isdecimal() and rows.isdecimal() and ranks.isdecimal() and int(ranks)):
+    seq_length = settings.get("seq_length", "")
+    micro_batch_size = settings.get("micro_batch_size", "1")
+    cp = settings.get("context_parallel_size", "1")
+    if not all(text.isdecimal() for text in (seq_length, micro_batch_size, cp)) or int(cp) == 0:
         return set()
-    whole = int(rows) * int(length) ** 2
-    return {whole, whole // int(ranks)}
+    whole_bytes = int(micro_batch_size) * int(seq_length) ** 2  # a boolean is a byte
+    return {whole_bytes, whole_bytes // int(cp)}
 
 
 def _masks(program: Program, sizes: set[int]) -> set[int]:
     """Storages of these sizes that forwards allocate before their first module runs."""
     events, ops = program.allocations, program.ops
-    op = np.minimum(events["before"], len(program) - 1)
-    in_forward = (ops["phase"][op] == _FORWARD) & (events["before"] > 0) & (events["bytes"] > 0)
-    rounded = {-(-size // _ROUNDED) * _ROUNDED for size in sizes} | sizes
-    begun: set[tuple[int, int]] = set()  # microbatches and chunks whose modules run
+    op_of_event = np.minimum(events["before"], len(program) - 1)
+    is_request = (events["before"] > 0) & (events["bytes"] > 0)
+    is_forward_request = is_request & (ops["phase"][op_of_event] == _FORWARD)
+    # the allocator of a GPU has rounded sizes up
+    possible_sizes = {-(-size // _ROUNDED) * _ROUNDED for size in sizes} | sizes
+    begun_steps: set[tuple[int, int]] = set()  # (microbatch, chunk) in which a module has run
     masks: set[int] = set()
-    for event in np.flatnonzero(in_forward).tolist():
-        row = ops[op[event]]
-        turn = int(row["microbatch"]), int(row["chunk"])
+    for event in np.flatnonzero(is_forward_request).tolist():
+        op = ops[op_of_event[event]]
+        step = int(op["microbatch"]), int(op["chunk"])
         if peaks.module_of(program.strings[events["note"][event]]):
-            begun.add(turn)
-        elif turn not in begun and int(events["bytes"][event]) in rounded:
+            begun_steps.add(step)
+        elif step not in begun_steps and int(events["bytes"][event]) in possible_sizes:
             masks.add(int(events["storage"][event]))
     return masks

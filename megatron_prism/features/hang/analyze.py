@@ -16,7 +16,7 @@ from dataclasses import replace
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.world import format_ranks, ranks_text
 from megatron_prism.features.hang import advice, consistency, fingerprints, rules, waits
-from megatron_prism.features.hang.calls import Entry
+from megatron_prism.features.hang.calls import Entry, Launch
 from megatron_prism.features.hang.dumps import UNNAMED, DumpSet
 from megatron_prism.features.hang.fingerprints import Disagreement
 from megatron_prism.features.hang.group_names import with_names_apart
@@ -368,37 +368,39 @@ def _show_ends(judgement: Judgement, complete_calls: Sequence[Entry], ends: Sequ
 
 
 def _complete_text(state: JobState, calls: Sequence[Entry]) -> str:
-    """Say which calls seem to have all their members, as far as logs and dumps know it.
+    """Say of the calls at which all known members stand which ranks wait in each.
 
     Args:
         state: Of the job.
-        calls: At least one; those of one launch are one call.
+        calls: At least one; entries of one launch are one call.
     """
-    calls_once: list[Entry] = []
+    call_of_launch: dict[Launch, Entry] = {}
     for call in calls:
-        if all(call.launch != other.launch for other in calls_once):
-            calls_once.append(call)
+        call_of_launch.setdefault(call.launch, call)
+    distinct_calls = list(call_of_launch.values())
 
     # logs do not name all members of these groups
-    if len(calls_once) > 1 and any(state.groups[call.group].partial for call in calls_once):
+    is_partial = any(state.groups[call.group].partial for call in distinct_calls)
+    if is_partial and len(distinct_calls) > 1:
         return (
             "none of these calls ended, and the log does not say who else belongs to their "
             "groups: ranks that did not come, a device, the network or NCCL"
         )
 
     sentences: list[str] = []
-    is_certain = True
-    for call in calls_once:
+    has_doubt = False
+    for call in distinct_calls:
         members = state.groups[call.group].ranks
-        # of these the logs do not say whether they came
-        assumed = [rank for rank in members if _is_assumed(state, rank, call.group)]
-        arrived = [rank for rank in members if rank not in assumed]
-        sentence = f"{ranks_text(arrived)} wait in {call_text(call)}"
-        if assumed:
-            is_certain = False
-            sentence += f", and the logs do not say whether {ranks_text(assumed)} came to it"
+        # axolotl#3476: the watchdog of rank 0 fired, and no line names its call
+        doubtful_ranks = [rank for rank in members if _is_assumed(state, rank, call.group)]
+        arrived_ranks = [rank for rank in members if rank not in doubtful_ranks]
+        sentence = f"{ranks_text(arrived_ranks)} wait in {call_text(call)}"
+        if doubtful_ranks:
+            has_doubt = True
+            sentence += f", and the logs do not say whether {ranks_text(doubtful_ranks)} came to it"
         sentences.append(sentence)
-    if is_certain:
+    # every member surely entered its call: the sentence for all calls says who left
+    if not has_doubt:
         return waits.complete_call_lines(state)
     return "; ".join(sentences) + ": a rank that did not come, a device, the network or NCCL"
 

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_prism.core import code_files, foreign
 from megatron_prism.core.errors import DumpError, PrismError
@@ -234,6 +235,24 @@ def read_logs(paths: Iterable[str | os.PathLike[str]]) -> DumpSet:
     return job.dumps()
 
 
+class _Noted(NamedTuple):
+    """What a line says of a rank, before the whole file is read.
+
+    Attributes:
+        rank: The rank.
+        line: Number of the line.
+        starts: How often the job had started in the file before the line.
+        fired_s: When a watchdog fired, in seconds of the year; -1: none did.
+        value: What the line says.
+    """
+
+    rank: int
+    line: int
+    starts: int
+    fired_s: float
+    value: object
+
+
 class _Log:
     """Reads one file into the records of the job."""
 
@@ -249,7 +268,7 @@ class _Log:
         self.native: LoggedCall | None = None  # the call of which torch's stack is being read
         # of lines of which nobody knows the rank, by processes as launchers name them
         self.unmarked: dict[str, Tracebacks] = defaultdict(Tracebacks)
-        self.noted: list[tuple[int, int, int, float, object]] = []
+        self.noted: list[_Noted] = []
         self.failures = FailureTable(number)
         self.launcher_ends = False  # whether the launcher ends what still runs
         self.actor_died = False  # whether the next process that is named is of a dead actor
@@ -270,8 +289,9 @@ class _Log:
             frame = _NATIVE.match(rest) if self.native is not None else None
             if frame is not None and self.native is not None:
                 self.native.stack.append(frame[1])
-            elif rank is not None:
-                self.native = None if self.native not in self.calls[rank] else self.native
+            # a line of the rank whose stack is read: more frames may follow; of another: none do
+            elif rank is not None and self.native not in self.calls[rank]:
+                self.native = None
             if rank is not None:
                 self.job.logged.add(rank)
                 self._python(rank, rest)
@@ -282,37 +302,63 @@ class _Log:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the job the records, with the groups that later lines named."""
+        """Give the job what the file says, once all lines are read.
+
+        A record waits until then: the group of its call may be named by a later line.
+        """
         for name in sorted(self.speakers.numbering_groups):
             note = f"ranks as {name} numbers them: no line has their numbers in the job"
             if note not in self.job.notes:
                 self.job.notes.append(note)
-        for rank, line, start, fired_s, value in self.noted:
-            call, issued_s = None, -1.0
-            if isinstance(value, LoggedCall):
-                call = value.group, value.seq
-                if fired_s >= 0 and value.ran_ms >= 0:
-                    issued_s = fired_s - value.ran_ms / 1e3
-            elif isinstance(value, _Counts) and value.failed >= 0:
-                call = value.group, value.failed
-            self.job.records.append(
-                Record(rank, self.number, line, value, fired_s, issued_s, call, start, self.attempt)
-            )
-        # torch marks lines from init_process_group on: what ended a rank before has no mark
+        self.job.records += map(self._record_of, self.noted)
         for process, tracebacks in self.unmarked.items():
-            text = "a process whose rank is not printed"
-            if process:
-                text += f" ({process})"
-            for raised in tracebacks.raised:
-                if raised.handled:
-                    continue
-                if raised.kind in ("exception", "out of memory"):
-                    self.job.unmarked.append(f"{text}: {raised.text}")
-                elif raised.says_others_are_gone:
-                    self.job.unmarked_gone.append(f"{text}: {raised.text}")
+            self._hand_over_unmarked(process, tracebacks)
+
+    def _record_of(self, noted: _Noted) -> Record[object]:
+        """Return the record of a noted line, with the call that timed out and its begin."""
+        value = noted.value
+        call: tuple[str, int] | None = None
+        issued_s = -1.0
+        if isinstance(value, LoggedCall):
+            call = value.group, value.seq
+            # the watchdog fires when the call has run for so long
+            if noted.fired_s >= 0 and value.ran_ms >= 0:
+                issued_s = noted.fired_s - value.ran_ms / 1e3
+        # counters of a group, with the number of the call that timed out
+        elif isinstance(value, _Counts) and value.failed >= 0:
+            call = value.group, value.failed
+        return Record(
+            rank=noted.rank,
+            file=self.number,
+            line=noted.line,
+            value=value,
+            fired_s=noted.fired_s,
+            issued_s=issued_s,
+            call=call,
+            start=noted.starts,
+            attempt=self.attempt,
+        )
+
+    def _hand_over_unmarked(self, process: str, tracebacks: Tracebacks) -> None:
+        """Give the job the exceptions of a process whose rank no line says.
+
+        torch marks lines from init_process_group on: what ended a rank before has no mark.
+        """
+        speaker = "a process whose rank is not printed"
+        if process:
+            speaker += f" ({process})"
+        for raised in tracebacks.raised:
+            if raised.handled:
+                continue
+            if raised.kind in ("exception", "out of memory"):
+                self.job.unmarked.append(f"{speaker}: {raised.text}")
+            # the process ended because its peers had: it is no cause
+            elif raised.says_others_are_gone:
+                self.job.unmarked_gone.append(f"{speaker}: {raised.text}")
 
     def _note(self, rank: int, value: object) -> None:
-        self.noted.append((rank, self.line, self.starts, self.fired_s, value))
+        """Note what the line that is being read says of a rank."""
+        self.noted.append(_Noted(rank, self.line, self.starts, self.fired_s, value))
 
     # -- lines of the job -------------------------------------------------------------------------
     def _read_ras(self, text: str) -> None:

@@ -56,11 +56,14 @@ class Outcome:
 
 
 def examine(sources: Sources, inputs: Sequence[UnevenInput]) -> Outcome:
-    """Find what comes of inputs, and the smallest example of it.
+    """Judge a job whose ranks get these inputs; if it stops, look for fewer that stop it alike.
 
     Args:
         sources: Where programs come from; calls of the captured ones fit together.
         inputs: What the ranks get.
+
+    Returns:
+        The findings are those of the smallest example; inputs and counts of calls are of the job.
 
     Raises:
         UsageError: A rank has two inputs.
@@ -74,14 +77,16 @@ def examine(sources: Sources, inputs: Sequence[UnevenInput]) -> Outcome:
     )
     if not outcome.stops:
         return outcome
-    smallest = _smallest(sources, outcome)
-    smallest_outcome = judge(apply_inputs(sources, smallest))
+
+    # of many inputs the first mismatch may be a consequence: the smallest example has the cause
+    smallest_inputs = _smallest(sources, outcome)
+    smallest_outcome = judge(apply_inputs(sources, smallest_inputs))
     return dataclasses.replace(
         smallest_outcome,
         inputs=outcome.inputs,
         counts=outcome.counts,
-        smallest=smallest,
-        advice=advice(sources, smallest_outcome, smallest),
+        smallest=smallest_inputs,
+        advice=advice(sources, smallest_outcome, smallest_inputs),
     )
 
 

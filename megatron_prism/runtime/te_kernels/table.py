@@ -156,7 +156,8 @@ def rows_of(shape: Sequence[int]) -> int:
 
 
 # -- the library -----------------------------------------------------------------------------------
-_CLOSED = {
+# enumerations that Python stores by number: their members in C++'s order
+_ORDERED_MEMBERS = {
     "FP8FwdTensors": "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
     "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
     "FP8BwdTensors": "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
@@ -221,8 +222,8 @@ class Library(types.ModuleType):
             back_ends["NVTE_F16_max512_seqlen"] = 0
         for kind, members in {"DType": _DTYPES, "NVTE_Fused_Attn_Backend": back_ends}.items():
             setattr(self, kind, enum.IntEnum(kind, members))
-        for kind, words in _CLOSED.items():
-            setattr(self, kind, enum.IntEnum(kind, words, start=0))
+        for kind, member_names in _ORDERED_MEMBERS.items():
+            setattr(self, kind, enum.IntEnum(kind, member_names, start=0))
         # on shapes all kernels answer, with values only those that are computed
         left_out = set() if _device.type == "meta" else SHAPES_ONLY
         for row in TABLE.keys() - left_out:
