@@ -407,6 +407,9 @@ GIL = stands(10, part="3", at=40)
 LAYER = both(*3 * [without_calls(5, "2", "all_to_all", EP, 3)], without_calls(
     5, "2", "all_gather", TEP, 1))  # fmt: skip
 CASES = (
+    # experts exchange outside NCCL: a partner of the culprit's pipeline waits there, without a call
+    case("a message left out, experts exchange outside NCCL", "DeepEP leaves no record",
+         without_calls(3, "2", "send", PP, 0), {3}, ("order", "mismatch"), world="flex"),
     # phases
     case("evaluation skipped", "C22: --eval-interval differs on one rank", without(5, "evaluation"),
          {5}, ("mismatch", "order"), DP, "all_reduce"),
@@ -700,8 +703,29 @@ def dynamic():
 
 
 @functools.cache
+def flex():
+    """Two stages of four replicas, of two microbatches; experts exchange tokens outside NCCL."""
+    text = "prism-program 1\nworld size=8 pp=2 ep=2\n"
+    experts = "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP bf16 in=64 out=64\n- host_wait note=device\n"
+    for rank in range(8):
+        text += f"program ranks={rank}\n"
+        for way in (1, -1):
+            begins = (rank < 4) == (way == 1)
+            for mb in range(2):
+                label = f"{mb}{'F' if way == 1 else 'B'}"
+                text += "" if begins else f"- recv {PP} bf16 out=64 peer={-way}\n"
+                text += f"{label} dispatch {experts}{label} compute ns=1\n"
+                text += f"{label} combine {experts}"
+                text += f"- send {PP} bf16 in=64 peer={way}\n" if begins else ""
+        text += f"O reduce_scatter {DP} fp32 in=64 out=16 reduce=sum\n"
+        text += f"O all_reduce {NORM} fp32 n=1 reduce=sum\n- host_wait note=device\n"
+        text += f"O all_gather {DP} fp32 in=16 out=64\n"
+    return parse(text, "flex")
+
+
+@functools.cache
 def standstill(fault, name):
-    bases = {"line": lambda: line(4), "dynamic": dynamic, "ring": ring}
+    bases = {"line": lambda: line(4), "dynamic": dynamic, "ring": ring, "flex": flex}
     it = plain_job(bases[name]()) if name in bases else (
         _on_default() if name == "default" else job(name))  # fmt: skip
     faults = fault(it) or {}  # changes the programs, too

@@ -309,11 +309,15 @@ def _is_numbered_as_siblings(
     """Tell whether a later call of ``rank`` in that group has the number that siblings give it.
 
     The call must be unlike its neighbours: only then the rank left out none before it and made none
-    too many.
+    too many.  Where all members make it, none of them did: it says nothing of the call in question.
     """
     siblings = [sibling for sibling in state.siblings_of(rank) if sibling not in members]
     own_calls = _onward(state, rank, call)
+    calls_of_others = [_onward(state, member, call) for member in members if member != rank]
     for place in range(1, len(own_calls)):
+        alike = [calls[place : place + 1] == [own_calls[place]] for calls in calls_of_others]
+        if alike and all(alike):
+            continue
         neighbours = own_calls[place - 1 : place] + own_calls[place + 1 : place + 2]
         if own_calls[place] in neighbours:
             continue

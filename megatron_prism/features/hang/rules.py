@@ -485,6 +485,11 @@ def devices_that_never_started(judgement: Judgement) -> list[Culprit]:
             continue
         text = f"the device of rank {rank} never started {call_text(entry)}"
         judgement.note(entry, text)
+        partners = waits.exchange_partners(state, rank)
+        # it may stand in an exchange of tokens for which another rank has not come
+        if partners:
+            judgement.suspect({rank, *partners})
+            continue
         culprits.append(Culprit(rank, "device stuck", f"never started {call_text(entry)}"))
     return culprits
 
@@ -781,6 +786,24 @@ def _excuse_lacking_member(judgement: Judgement, hosts: _IdleHosts) -> None:
     hosts.elsewhere |= remaining
 
 
+def _excuse_exchanging_experts(judgement: Judgement, hosts: _IdleHosts) -> None:
+    """Excuse hosts that may wait for another rank's experts, in an exchange outside NCCL."""
+    state = judgement.state
+    for rank in sorted(hosts.remaining - hosts.at_work):
+        late_partners: list[int] = []
+        for partner in sorted(waits.exchange_partners(state, rank)):
+            # one that waits for this host in the end is no reason why it stands
+            is_waiting = waits.waits_in_the_end(state, partner, rank)
+            if not is_waiting or waits.is_lone_caller(state, partner):
+                late_partners.append(partner)
+        if not late_partners:
+            continue
+        text = f"rank {rank} may wait for the experts of {ranks_text(late_partners)}: the exchange "
+        judgement.evidence.append(text + "of tokens is not in the dumps (DeepEP, HybridEP)")
+        judgement.suspect({rank, *late_partners})
+        hosts.elsewhere.add(rank)
+
+
 OUTSIDE_NCCL = "others wait for it outside NCCL"
 _LONE_CALLERS = "a few wait in a call that most never make"
 _LATE_HOSTS = "others wait for a host that waits for nobody"
@@ -816,6 +839,7 @@ _BY_LOGS_ALONE = (
 )
 _FIRST_CALL = ("production a host stops before a group's first call",)
 _GLOO_BARRIER = ("production a member skips a barrier of gloo",)
+_EXPERTS = ("production a message left out, experts exchange outside NCCL",)
 _LATE_IN_PRODUCTION = (
     *_SKIPPED_BARRIER,
     *_STALLED_LOADER,
@@ -823,6 +847,7 @@ _LATE_IN_PRODUCTION = (
     *_BY_LOGS_ALONE,
     *_FIRST_CALL,
     *_GLOO_BARRIER,
+    *_EXPERTS,
 )
 _CALLED_ALONE = ("production a rank calls alone behind the last save",)
 # lines of public reports
@@ -879,6 +904,9 @@ RULES = (
 EXCEPTIONS = (
     RuleException("it is further on than a sibling", _excuse_further_on, _BY_LOGS_ALONE),
     RuleException("it may wait for a rank without a dump", _excuse_waiting_for_dead, _AWAITED_DEAD),
+    RuleException(
+        "it may wait for another rank's experts outside NCCL", _excuse_exchanging_experts, _EXPERTS
+    ),
     RuleException(
         "it may wait while a communicator is created", _excuse_creating_group, _FIRST_CALL
     ),

@@ -140,6 +140,59 @@ def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int
     )
 
 
+_OF_EXPERTS = ("EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP")
+# with which DeepEP sets up its buffer: it gathers three objects, by two calls each
+# (deep_ep/buffer.py)
+_SETUP_CALLS = 6
+
+
+def exchange_partners(state: JobState, rank: int) -> set[int]:
+    """Return the ranks with which the experts of a rank exchange tokens outside NCCL.
+
+    DeepEP and HybridEP leave no record: a group of experts makes no call in any rank, but for those
+    that set up its buffers.
+    """
+    partners: set[int] = set()
+    for name in state.groups_of[rank]:
+        group = state.groups[name]
+        if group.desc in _OF_EXPERTS:
+            partners.update(group.ranks)
+    for member in partners & state.counts.keys():
+        for desc in _OF_EXPERTS:
+            if state.counts[member].get(desc, 0) > _SETUP_CALLS:
+                return set()
+        # the tokens of a job that has just begun go through NCCL, too
+        if len(state.issued(member).places(_moves_tokens)):
+            return set()
+    return partners - {rank}
+
+
+def _moves_tokens(part: CallPart) -> bool:
+    """Tell whether a call is of experts, and none that gathers objects."""
+    return part.desc in _OF_EXPERTS and part.op != "all_gather"
+
+
+def is_lone_caller(state: JobState, rank: int) -> bool:
+    """Tell whether a rank waits in a call to which most of its members have not come."""
+    head = state.head(rank) if rank in state.outstanding else None
+    if head is None or head.pair:
+        return False
+    return 2 * len(state.waits(rank)[1]) > len(state.groups[head.group].ranks)
+
+
+def waits_in_the_end(state: JobState, rank: int, awaited: int) -> bool:
+    """Tell whether a rank waits for another one, perhaps by way of others."""
+    reached: set[int] = set()
+    ahead = [rank]
+    while ahead:
+        waiting = ahead.pop()
+        reached.add(waiting)
+        # a rank without a dump waits for nobody that is known
+        if waiting in state.outstanding:
+            ahead += set(state.waits(waiting)[1]) - reached
+    return awaited in reached
+
+
 @dataclass(frozen=True)
 class LackingMember:
     """A rank that is not where all other members of its group are.

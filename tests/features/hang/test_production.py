@@ -29,7 +29,7 @@ def test_what_dumps_of_production_say(one, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_with_megatron_s_default_settings_nobody_innocent_is_named(tmp_path):
-    """Outstanding calls alone, without stacks: of the 85 that have a culprit 76 are right."""
+    """Outstanding calls alone, without stacks: of the 86 that have a culprit 77 are right."""
     right = 0
     cases = [one for one in CASES if one.named]
     for number, one in enumerate(cases):
@@ -39,13 +39,15 @@ def test_with_megatron_s_default_settings_nobody_innocent_is_named(tmp_path):
         named = {culprit.rank for culprit in found.culprits}
         assert named <= one.named, one.name
         right += named == one.named
-    assert (right, len(cases)) == (76, 85)
+    assert (right, len(cases)) == (77, 86)
 
 
 @pytest.mark.slow
 def test_logs_alone_name_nobody_innocent(tmp_path):
     """Watchdogs name one call of each rank: 21 of the 51 that leave all files are right."""
-    right, cases = 0, [one for one in CASES if one.named and one.files is None]
+    cases = [one for one in CASES if one.named and one.files is None]
+    # a log does not show that experts exchange outside NCCL (docs/limitations.md)
+    right, cases = 0, [one for one in cases if one.world != "flex"]
     for number, one in enumerate(cases):
         state = production.standstill(one.fault, one.world)
         killed = {rank for rank, fault in state.faults.items() if fault.silent}

@@ -11,6 +11,7 @@ from helpers.random_hangs import dumps_of, named
 
 from megatron_prism.core.programs.ops import Op
 from megatron_prism.core.programs.program import Program, Programs
+from megatron_prism.core.programs.program_text import parse
 from megatron_prism.core.world import World
 from megatron_prism.features.hang import analyze as hang
 from megatron_prism.features.hang import waits
@@ -163,3 +164,21 @@ def test_half_of_the_ranks_that_evaluate_decide_nothing_by_coming_further(replic
     assert named_ranks == set()
     assert found.verdict == "mismatch"
     assert found.seq == 7
+
+
+def test_calls_that_both_of_two_make_do_not_tell_which_was_right_before():
+    """Rank 1 broadcasts, rank 0 reduces: both reduce next, as their siblings do."""
+    text = "prism-program 1\nworld size=4 tp=2 cp=2\n"
+    for rank in range(4):
+        questioned = f"broadcast {TP} bf16 n=64 root=0"
+        if rank != 1:
+            questioned = f"all_reduce {TP} bf16 n=64 reduce=sum"
+        text += f"program ranks={rank}\n"
+        text += f"0F0 all_reduce {TP} bf16 n=64 reduce=sum\n"
+        text += f"0F0 {questioned}\n"
+        text += "0F0 all_gather CONTEXT_PARALLEL_GROUP bf16 in=32 out=64\n"
+        text += f"0F0 all_reduce {TP} bf16 n=64 reduce=sum\n"
+    state = stall.run_until_stalled(parse(text, "two"))
+    found = hang.diagnose_dumps(dumps_of(state, **ACTIVE))
+    assert found.candidates == (0, 1), found
+    assert not found.culprits, found

@@ -232,3 +232,14 @@ def test_a_sibling_without_a_dump_may_turn_the_vote(savers, lost, how):
 
     named, found = verdict_of(saves(*savers), "interleaved", how, lose)
     assert named <= set(savers), found
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_of_partners_in_an_exchange_outside_nccl_none_is_named(how):
+    """Rank 5's host stops, and rank 4 waits for its experts: both have no call outstanding."""
+    it = production.plain_job(production.flex())
+    stuck = {5: RankFault(host=len(it.of(5, "1")) + 1)}
+    values = dict(export.dumps_of(stall.run_until_stalled(it.programs(), stuck), **HOWS[how]))
+    found = analyze.diagnose_dumps(DumpSet({r: of_value(v, r) for r, v in values.items()}))
+    assert not {culprit.rank for culprit in found.culprits} - {5}, found
+    assert {4, 5} <= set(found.candidates), found
