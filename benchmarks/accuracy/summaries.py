@@ -212,7 +212,7 @@ def measure(job: Job, place: Path) -> list[dict[str, Any]]:
             "job": job.name, "line": line, "gpus": job.gpus, "batch": batch, "open": job.open,
             "published": published, **seconds,
             "error": seconds["iteration"] / published - 1,
-            **{key: found[key] for key in ("computing", "exposed", "bubble", "host")},
+            **{key: found[key] for key in ("computing", "exposed", "bubble", "idle", "host")},
             "commit": commit(), "where": machine(),
         })  # fmt: skip
     return rows

@@ -88,6 +88,7 @@ class Account:
         exposed: Group description -> the main stream waited for calls of the group to move data.
         waiting: Group description -> the main stream waited for other ranks to come to calls.
         idle: Nothing of that: the host was late, or the iteration was over on this rank.
+        over: The part of ``idle`` in which the iteration was over on this rank.
     """
 
     total: int
@@ -95,6 +96,7 @@ class Account:
     exposed: Mapping[str, int]
     waiting: Mapping[str, int]
     idle: int
+    over: int
 
 
 def mean_parts(accounts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -356,13 +358,13 @@ class Timeline:
         ends = np.append(main["end"].clip(0, total), total)
         call_columns = [calls[key].astype(np.int64) for key in ("lane", "ready", "start", "end")]
         exposed, waiting = np.zeros((2, len(lanes)), dtype=np.int64)
-        idle_and_computing = np.zeros(2, dtype=np.int64)
-        outputs = [exposed, waiting, idle_and_computing]
+        other_parts = np.zeros(3, dtype=np.int64)
+        outputs = [exposed, waiting, other_parts]
         loops.run(_explained, [starts, ends, *call_columns], outputs, loops.SHORT)
-        idle, computing = idle_and_computing.tolist()
+        idle, computing, over = other_parts.tolist()
         exposed_of_group = {lanes[lane]: int(exposed[lane]) for lane in np.flatnonzero(exposed)}
         waiting_of_group = {lanes[lane]: int(waiting[lane]) for lane in np.flatnonzero(waiting)}
-        return Account(total, computing, exposed_of_group, waiting_of_group, idle)
+        return Account(total, computing, exposed_of_group, waiting_of_group, idle, over)
 
     def critical_path(self) -> list[Step]:
         """List what decides the last iteration: steps that follow each other without a gap.
@@ -500,7 +502,7 @@ def of_nodes(
 
 
 def _explained(  # type: ignore[no-untyped-def]
-    starts, ends, lane, ready, began, ended, exposed, waiting, idle_and_computing
+    starts, ends, lane, ready, began, ended, exposed, waiting, other_parts
 ):
     """Say what the gaps between spans of the main stream are.
 
@@ -516,7 +518,8 @@ def _explained(  # type: ignore[no-untyped-def]
         ended: When each ended.
         exposed: Gets the ns of every lane in which data moved.
         waiting: Gets the ns of every lane in which the rank waited for others.
-        idle_and_computing: Gets both, ns.
+        other_parts: Gets the ns in which the stream was idle, computed, was idle behind its last
+            span.
     """
     call = explained = 0
     for span in range(len(starts)):
@@ -536,6 +539,9 @@ def _explained(  # type: ignore[no-untyped-def]
             idle -= wait + move
             explained = max(explained, ended[call])
             call += 1
-        idle_and_computing[0] += idle
-        idle_and_computing[1] += ends[span] - start
+        other_parts[0] += idle
+        other_parts[1] += ends[span] - start
+        # the gap in front of the iteration's end
+        if span == len(starts) - 1:
+            other_parts[2] = idle
         explained = max(gap_start, ends[span])

@@ -221,6 +221,7 @@ class ClassMetrics:
         exposed: Communication that nothing hides, by group.
         waiting: For other ranks, by group.
         idle: Neither.
+        over: The part of ``idle`` behind the last work of these ranks.
         critical: How much of the critical path its computing is, and its host's issuing.
         slack: By how much all of its computing could be late without delaying the end.
         peak_bytes: Of live memory; None if the slice recorded no allocations.
@@ -235,6 +236,7 @@ class ClassMetrics:
     exposed: Mapping[str, int]
     waiting: Mapping[str, int]
     idle: int
+    over: int
     critical: int
     slack: int
     peak_bytes: int | None
@@ -251,7 +253,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Metrics:
-    """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
+    """A timeline in numbers; times in ns, ``bubble``, ``computing`` and ``idle`` parts of 1.
 
     Attributes:
         sizes: Of the job.
@@ -267,7 +269,8 @@ class Metrics:
         iterations: In a row, of which this is the last.
         computing: Part of all ranks' time.
         exposed: Part of all ranks' time in communication that nothing hides.
-        bubble: Part of all ranks' time in waiting and idling.
+        bubble: Part of all ranks' time in which they wait for other ranks, or have ended earlier.
+        idle: Part of all ranks' time in which the GPU waits for its host.
         host: Part of 1 of the critical path in which a host issues work; None if the slices do not
             say how long that takes.
         hosts: (index of a host, ns of the iteration there), where no host was named.
@@ -297,6 +300,7 @@ class Metrics:
     computing: float
     exposed: float
     bubble: float
+    idle: float
     host: float | None
     hosts: tuple[tuple[float, int], ...]
     host_unknown: int
@@ -377,6 +381,7 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         computing=shares.computing,
         exposed=shares.exposed,
         bubble=shares.bubble,
+        idle=shares.idle,
         host=host,
         hosts=answers_by_host(timeline),
         host_unknown=ranks_without_host,
@@ -413,15 +418,25 @@ class _Shares:
     computing: float
     exposed: float
     bubble: float
+    idle: float
 
 
 def _shares(classes: Iterable[ClassMetrics], all_ranks_ns: int) -> _Shares:
-    computing_ns = exposed_ns = bubble_ns = 0
+    computing_ns = exposed_ns = bubble_ns = idle_ns = 0
     for figures in classes:
         computing_ns += figures.compute * figures.count
         exposed_ns += sum(figures.exposed.values()) * figures.count
-        bubble_ns += (sum(figures.waiting.values()) + figures.idle) * figures.count
-    return _Shares(computing_ns / all_ranks_ns, exposed_ns / all_ranks_ns, bubble_ns / all_ranks_ns)
+        # a rank that has ended waits for the others as well
+        class_bubble_ns = sum(figures.waiting.values()) + figures.over
+        bubble_ns += class_bubble_ns * figures.count
+        late_host_ns = figures.idle - figures.over
+        idle_ns += late_host_ns * figures.count
+    return _Shares(
+        computing=computing_ns / all_ranks_ns,
+        exposed=exposed_ns / all_ranks_ns,
+        bubble=bubble_ns / all_ranks_ns,
+        idle=idle_ns / all_ranks_ns,
+    )
 
 
 def _classes(timeline: Timeline) -> list[ClassMetrics]:
@@ -445,6 +460,7 @@ def _classes(timeline: Timeline) -> list[ClassMetrics]:
             exposed=dict(account.exposed),
             waiting=dict(account.waiting),
             idle=account.idle,
+            over=account.over,
             critical=critical[index],
             slack=slack[index],
             peak_bytes=peak_bytes,

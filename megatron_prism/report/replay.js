@@ -10,7 +10,8 @@ function figures() {
     ["iteration", formatNs(F.iteration_ns), F.basis + range],
     ["computing", percent(F.computing), "of all ranks' time"],
     ["exposed", percent(F.exposed), "communication that nothing hides"],
-    ["bubble", percent(F.bubble), "waiting for others, or idle"],
+    ["bubble", percent(F.bubble), "waiting for other ranks"],
+    ...(F.idle < 5e-4 ? [] : [["idle", percent(F.idle), "GPUs waiting for their hosts"]]),
     ...(F.host === null || F.host < 5e-4 ? [] : [["host", percent(F.host), "of the critical path: the host launches kernels late"]]),
     ["tokens per second", value(F.tokens_per_s, (v) => round(v, 6)), F.tokens_per_s.basis],
     ["per GPU", value(F.flops_per_gpu, (v) => `${round(v / 1e12)} TFLOP/s`), F.flops_per_gpu.basis],
@@ -84,7 +85,7 @@ function sources() {
 function comparison(section) {
   const two = [DATA, DATA.other];
   const facts = [["iteration", (f) => f.iteration_ns, formatNs], ["computing", (f) => f.computing, percent], ["exposed", (f) => f.exposed, percent],
-    ["bubble", (f) => f.bubble, percent], ["tokens per second", (f) => f.tokens_per_s.value, (v) => round(v, 6)], ["MFU", (f) => f.mfu.value, percent],
+    ["bubble", (f) => f.bubble, percent], ["idle", (f) => f.idle, percent], ["tokens per second", (f) => f.tokens_per_s.value, (v) => round(v, 6)], ["MFU", (f) => f.mfu.value, percent],
     ["most memory of a rank", (f) => f.memory_bytes, formatBytes]];
   const rows = facts.map(([what, read, write]) => {
     const [a, b] = two.map((one) => read(one.figures));

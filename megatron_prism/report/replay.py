@@ -153,8 +153,11 @@ def _share_rows(metrics: Metrics) -> list[_Row]:
     """Say where the time of all ranks goes, and which links are busy."""
     computing = f"{format_share(metrics.computing)} of all ranks' time"
     exposed = f"{format_share(metrics.exposed)} communication that nothing hides"
-    bubble = f"{format_share(metrics.bubble)} waiting for other ranks, or idle"
+    bubble = f"{format_share(metrics.bubble)} waiting for other ranks"
     rows = [_Row("computing", computing), _Row("exposed", exposed), _Row("bubble", bubble)]
+    # parts too small to show are left out
+    if metrics.idle >= _SHOWN:
+        rows.append(_Row("idle", f"{format_share(metrics.idle)} GPUs waiting for their hosts"))
     return rows + _named("links", _links(metrics))
 
 

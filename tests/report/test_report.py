@@ -84,7 +84,7 @@ def test_the_parts_of_an_iteration_add_up(world, seed, iterations):
     assert sum(source.path_ns for source in found.sources) == made.iteration_ns
     critical = [part.ns for part in found.path if part.what == "compute"]
     assert sum(one.critical for one in found.classes) == sum(critical)
-    parts = found.computing + found.exposed + found.bubble
+    parts = found.computing + found.exposed + found.bubble + found.idle
     assert parts == pytest.approx(1 if made.iteration_ns else 0)
     rows = replay.path_rows(made)
     assert sum(row.end - row.start for row in rows) == made.iteration_ns
@@ -439,3 +439,15 @@ def test_of_many_classes_the_critical_ones_are_drawn():
     assert made["missing"] == 80 - replay.ROWS
     assert len(made["figures"]["classes"]) == 80
     assert DP in made["lanes"]
+
+
+def test_a_gpu_that_waits_for_its_host_is_idle_and_no_bubble():
+    """Kernels of 500 ns of which a host issues one in 2,000 ns, on one rank."""
+    ops = [Op("compute", ns=500, host=2000, lead=2000) for _ in range(8)]
+    programs = Programs.one_per_rank([Program.from_ops(0, ops)], World(1))
+    timeline = replayed(programs)
+    figures = metrics.timeline_metrics(timeline)
+    assert figures.bubble == 0
+    assert figures.computing + figures.idle == pytest.approx(1)
+    assert figures.idle == pytest.approx(1 - 8 * 500 / timeline.iteration_ns)
+    assert "GPUs waiting for their hosts" in replay.render_text(timeline)
