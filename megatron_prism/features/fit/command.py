@@ -97,7 +97,7 @@ def fit(args: argparse.Namespace) -> Answer:
         "alloc_conf": args.alloc or "",
         "device": None if args.device == "none" else args.device,
     }
-    found = fit_programs(
+    result = fit_programs(
         job,
         limit=args.limit,
         headroom=args.headroom or 0,
@@ -106,25 +106,25 @@ def fit(args: argparse.Namespace) -> Answer:
         **settings,
     )
     if args.try_changes:
-        found = _with_trials(args, found, partial(fit_programs, with_changes=False, **settings))
-    name = args.of_class or found.worst
-    if name not in found.memory.classes:
-        raise UsageError(f"there is no class {name}", fix=f"use {', '.join(found.memory.classes)}")
+        result = _with_trials(args, result, partial(fit_programs, with_changes=False, **settings))
+    name = args.of_class or result.worst
+    if name not in result.memory.classes:
+        raise UsageError(f"there is no class {name}", fix=f"use {', '.join(result.memory.classes)}")
     if args.out is not None:
-        _write_snapshot(args, first_program(programs, found.memory.classes[name]))
+        _write_snapshot(args, first_program(programs, result.memory.classes[name]))
     note = what_ifs.machine_note(programs, args.machine)
     # an estimate is of the job as captured
-    if args.line and not args.settings and found.headline is not None:
-        need = found.limit + found.over
-        assumes = found.headline.assumes
-        note += estimate_note(Path(path), assumes, found.iteration_ns, need)
+    if args.line and not args.settings and result.headline is not None:
+        need = result.limit + result.over
+        assumes = result.headline.assumes
+        note += estimate_note(Path(path), assumes, result.iteration_ns, need)
     return Answer(
-        found.to_json,
-        lambda: print(found.to_text(name, args.top) + note, end=""),
-        found.to_rows,
-        next=_next(args, found, programs),
-        status=int(not (found.frees_enough if found.free else found.fits)),
-        html=found.to_html,
+        result.to_json,
+        lambda: print(result.to_text(name, args.top) + note, end=""),
+        result.to_rows,
+        next=_next(args, result, programs),
+        status=int(not (result.frees_enough if result.free else result.fits)),
+        html=result.to_html,
     )
 
 
@@ -150,12 +150,12 @@ def _line_of(args: argparse.Namespace, programs: Programs) -> list[str]:
     return line
 
 
-def _with_trials(args: argparse.Namespace, found: Fit, fit_as_asked: Callable[..., Fit]) -> Fit:
+def _with_trials(args: argparse.Namespace, result: Fit, fit_as_asked: Callable[..., Fit]) -> Fit:
     """Capture the job with further changes, into a folder beside its slices."""
     from megatron_prism.cli.output import console
     from megatron_prism.features.fit.trials import CapturedLine, with_trials
 
-    if found.what_if:
+    if result.what_if:
         message = "--try captures the job as it is, and these programs are changed"
         raise UsageError(message, fix="prism fit DIR --try, without what-ifs")
     # a recipe's name alone does not say with which settings it was captured
@@ -165,18 +165,18 @@ def _with_trials(args: argparse.Namespace, found: Fit, fit_as_asked: Callable[..
         raise UsageError(message, fix="prism fit --try … torchrun … pretrain_gpt.py …")
 
     def weigh(programs: Programs) -> Fit:
-        return fit_as_asked(programs, limit=found.limit)
+        return fit_as_asked(programs, limit=result.limit)
 
     captured_line = CapturedLine(
         words=tuple(line),
-        is_recipe="recipe" in found.programs.source,
+        is_recipe="recipe" in result.programs.source,
         folder=Path(f"{args.programs}-changes"),
         console=console(stderr=True),
     )
-    return with_trials(found, captured_line, weigh)
+    return with_trials(result, captured_line, weigh)
 
 
-def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
+def _next(args: argparse.Namespace, result: Fit, programs: Programs) -> str:
     """What to type next: how long it takes, the change that fits, captured for certain, or other
     layouts where no change is enough.
     """
@@ -190,9 +190,9 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     if args.limit:
         limit = ["--limit", args.limit]
     # the bound that frees as much, of which other slices do not know
-    elif found.free:
-        limit = ["--limit", f"{found.limit}B"]
-    best = next((change for change in found.changes if change.fits), None)
+    elif result.free:
+        limit = ["--limit", f"{result.limit}B"]
+    best = next((change for change in result.changes if change.fits), None)
     path = str(args.programs)
     folder = Path(path)
     recipe = programs.source.get("recipe")
@@ -200,7 +200,7 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
     ask = ["prism", "fit", *limit, *machine]
     # a sweep captures its layouts, of which what-ifs say nothing
     nothing_to_try = best is None and (not line or args.settings)
-    if found.fits or nothing_to_try:
+    if result.fits or nothing_to_try:
         return shlex.join(["prism", "replay", path, *args.settings, *machine])
     if best is None:
         axes = ["tp=auto", "pp=auto"]
@@ -222,14 +222,15 @@ def _next(args: argparse.Namespace, found: Fit, programs: Programs) -> str:
         capture = ["prism", "capture", *line, *shlex.split(words), "-o", out]
         return f"{before}{shlex.join(capture)} && {shlex.join([*ask, out, *args.settings])}"
     ours, _ = split_line(line, options.alone())
-    kept: list[str] = []
+    # the job's flags of ours, but for those that the change is joined to
+    other_flags: list[str] = []
     for name, flag_words in options.split(ours)[0]:
         if name != JOB_FLAGS:
-            kept += flag_words
+            other_flags += flag_words
     earlier = options.value_of(JOB_FLAGS, ours)
-    more = f"{earlier} {words}".strip()
+    job_flags = f"{earlier} {words}".strip()
     job = line[len(ours) :] or ["torchrun", "…"]
-    asked = [*ask, *args.settings, *kept, JOB_FLAGS, more, *job]
+    asked = [*ask, *args.settings, *other_flags, JOB_FLAGS, job_flags, *job]
     return f"{before}{shlex.join(asked)}"
 
 
@@ -237,10 +238,17 @@ def _held(line: Sequence[str]) -> list[str]:
     """A recipe and those of its settings that a sweep of tp and pp holds."""
     from megatron_prism.core.jobs.recipe import OTHER_NAMES, SHORT
 
-    names = [OTHER_NAMES.get(key := word.partition("=")[0], key) for word in line]
-    free = {SHORT["tp"], SHORT["pp"], *(one for one in names if "." in one)} - {SHORT["world_size"]}
-    settings = zip(line[1:], names[1:], strict=True)
-    return [line[0], *(word for word, name in settings if name not in free)]
+    recipe, *settings = line
+    words = [recipe]
+    for setting in settings:
+        key = setting.partition("=")[0]
+        name = OTHER_NAMES.get(key, key)
+        is_size_of_world = name == SHORT["world_size"]
+        # tp and pp are axes of the sweep; a name with a dot is none of Megatron's flags
+        is_free = name in (SHORT["tp"], SHORT["pp"]) or "." in name
+        if is_size_of_world or not is_free:
+            words.append(setting)
+    return words
 
 
 COMMANDS = {

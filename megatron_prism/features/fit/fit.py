@@ -279,42 +279,47 @@ def fit(
     is_asked = machine is not None or (limit is None and not free)
     programs, priced = _priced(job, machine, calibration, is_asked)
     memory = peak_memory(programs, alloc_conf=alloc_conf, device=device, draws=draws)
-    needs = {name: needed(one) for name, one in memory.classes.items()}
+    needs = {name: needed(figures) for name, figures in memory.classes.items()}
     machine_of_job = None
     if priced is not None:
         machine_of_job = priced.machine
     if free:
-        most, source = _limit_that_frees(free + headroom, needs)
+        limit_bytes, source = _limit_that_frees(free + headroom, needs)
     else:
-        most, source = usable_memory(limit, machine_of_job, headroom)
+        limit_bytes, source = usable_memory(limit, machine_of_job, headroom)
     settings = allocator.Settings.parse(alloc_conf)
-    of = {name: first_program(programs, one) for name, one in memory.classes.items()}
+    program_of: dict[str, Program] = {}  # class -> its program
+    for name, figures in memory.classes.items():
+        program_of[name] = first_program(programs, figures)
     overruns: dict[str, Overrun] = {}
     for name, need in needs.items():
-        if need > most:
+        if need > limit_bytes:
+            # context, workspaces and NCCL lie beside the allocator's segments
             beside_segments = need - memory.classes[name]["peak_reserved"]
-            overruns[name] = _overrun(of[name], most - beside_segments, settings)
+            overruns[name] = _overrun(program_of[name], limit_bytes - beside_segments, settings)
     worst = max(needs, key=needs.__getitem__)
     times = {}  # class -> what its ops take, where the job could be priced
     if priced is not None:
         times = {name: _times_of(priced, programs, memory, name) for name in needs}
     risks: dict[str, steady.Risk] = {}
+    # a class that does not fit at first needs no later iterations
     if not overruns:
-        risks = _risks(memory, of, most, settings, worst, times)
+        risks = _risks(memory, program_of, limit_bytes, settings, worst, times)
     changes: tuple[TriedChange, ...] = ()
     num_ranks = programs.world.size
     if with_changes and overruns:
-        changes = _tried(memory, of, needs, most, settings, priced, num_ranks)
+        changes = _tried(memory, program_of, needs, limit_bytes, settings, priced, num_ranks)
+    # all classes fit at first: holes between blocks may be what later iterations lack
     elif with_changes:
-        changes = _without_holes(memory, of, risks, most, settings, num_ranks, times)
+        changes = _without_holes(memory, program_of, risks, limit_bytes, settings, num_ranks, times)
     ns = None
     first = None
     if priced is not None:
         ns = priced.timeline.iteration_ns
         first = headline(priced.timeline)
-    job_memory = JobMemory(programs, memory, most)
+    job_memory = JobMemory(programs, memory, limit_bytes)
     return Fit(
-        limit=most,
+        limit=limit_bytes,
         limit_source=source,
         memory=memory,
         worst=worst,
@@ -355,18 +360,27 @@ def _priced(
 
 def _limit_that_frees(free: int, needs: Mapping[str, int]) -> tuple[int, str]:
     """Return the limit within which the job needs ``free`` bytes less, and whose it is."""
-    most = max(needs.values()) - free
-    if most <= 0:
-        have = format_bytes(max(needs.values()))
-        message = f"the job needs {have}, and {format_bytes(free)} of it cannot be freed"
+    largest_need = max(needs.values())
+    limit_bytes = largest_need - free
+    if limit_bytes <= 0:
+        job_needs = f"the job needs {format_bytes(largest_need)}"
+        message = f"{job_needs}, and {format_bytes(free)} of it cannot be freed"
         raise UsageError(message, fix="--free 6GiB")
-    return most, f"{format_bytes(free)} less than the job needs"
+    return limit_bytes, f"{format_bytes(free)} less than the job needs"
 
 
 def _overrun(program: Program, segments: int, settings: allocator.Settings) -> Overrun:
-    """``segments``: bytes that the allocator may reserve."""
+    """Find where a rank runs out of memory.
+
+    Args:
+        program: Of the rank.
+        segments: Bytes that the allocator may reserve.
+        settings: Of the allocator.
+    """
     place = blocks.overflow(program, max(segments, 0), settings)
-    return Overrun(None) if place is None else Overrun(place.where, place.size, place.reserved)
+    if place is None:
+        return Overrun(None)
+    return Overrun(place.where, place.size, place.reserved)
 
 
 def _times_of(
@@ -420,19 +434,20 @@ def _without_holes(
     if settings.expandable or not runs_out:
         return ()
     expandable = dataclasses.replace(settings, expandable=True)
-    most = 0
+    largest_need = 0
     for name, figures in memory.classes.items():
         need = needed(figures)
         if name in risks and risks[name].failed:
             segments = figures["peak_reserved"] + limit - need
             with_pages = steady.risk(programs[name], segments, expandable, times=times.get(name))
+            # holes are not the reason
             if with_pages.failed:
                 return ()
             between = blocks.reserved(programs[name], expandable)
             held = blocks.expected_reserved(between, num_ranks)
             need += held - figures["peak_reserved"]
-        most = max(most, need)
-    return (TriedChange(EXPANDABLE, most, most <= limit, 0),)
+        largest_need = max(largest_need, need)
+    return (TriedChange(EXPANDABLE, largest_need, largest_need <= limit, 0),)
 
 
 def _tried(
@@ -528,7 +543,18 @@ def _slower(priced: PricedGraph, how: remedies.Recomputation) -> int:
 
 
 def _part(note: str, kernels: str, machine: Machine, table: OpTable | None) -> float:
-    """The part of a segment's time that these of its kernels take; 0 where it names none."""
-    own = "; ".join(one[0] for one in re.finditer(rf"(?:^|(?<=; ))(?:{kernels})", note))
-    mine, whole = (parts_of(text, 0, 0, 0, machine, table).kernels for text in (own, note))
-    return mine / whole if own else 0.0
+    """Return the part of a segment's time that some of its kernels take; 0: it has none of them.
+
+    Args:
+        note: Of the segment: its kernels, with "; " between.
+        kernels: Pattern of the kernels that run again.
+        machine: Of the job.
+        table: What kernels take there.
+    """
+    matches = re.finditer(rf"(?:^|(?<=; ))(?:{kernels})", note)
+    repeated_note = "; ".join(match[0] for match in matches)
+    if not repeated_note:
+        return 0.0
+    repeated_ns = parts_of(repeated_note, 0, 0, 0, machine, table).kernels
+    segment_ns = parts_of(note, 0, 0, 0, machine, table).kernels
+    return repeated_ns / segment_ns

@@ -32,13 +32,20 @@ STATES = ("exp_avg", "exp_avg_sq")  # of Adam, made by the first step
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the error says, in bytes; None for what it leaves out.  ``error``: by how much
-    ``asked`` and ``allocated`` may be off, being rounded.
+class OomFigures:
+    """What torch's error says, in bytes; None for what it leaves out.
+
+    Attributes:
+        asked: The segment that was asked for.
+        rounding: By how much ``asked`` may be off: the text has two decimals.
+        capacity: Of the device.
+        device_free: Free on the device.
+        allocated: In use by tensors of this process.
+        unused: Reserved by this process and not in use.
     """
 
     asked: int
-    error: int
+    rounding: int
     capacity: int | None = None
     device_free: int | None = None
     allocated: int | None = None
@@ -49,9 +56,14 @@ class Said:
 class Candidate:
     """A request of the slices that the error may be about.
 
-    program    : of the rank that asks;  event: of its allocations
-    num_bytes  : of the tensor;  op, site : where
-    allocated  : bytes that are in use then, in the first iteration or in later ones (``first``)
+    Attributes:
+        program: Of the rank that asks.
+        event: Which of its allocations.
+        num_bytes: Of the tensor.
+        op: In which it is made.
+        site: Where in the code.
+        allocated: Bytes that are in use then.
+        first: Whether ``allocated`` is of the first iteration, which has no states of Adam yet.
     """
 
     program: Program
@@ -63,42 +75,75 @@ class Candidate:
     first: bool
 
 
-def parse(text: str) -> Said:
-    """Read torch's words.  UsageError if they do not say what was asked for."""
-    matches = {key: pattern.search(text) for key, pattern in _SAYS.items()}
-    sizes = {k: round(float(m[1]) * _UNITS[m[2]]) for k, m in matches.items() if m}
+def parse(text: str) -> OomFigures:
+    """Read torch's text.
+
+    Raises:
+        UsageError: It does not say what was asked for.
+    """
+    matches = {name: pattern.search(text) for name, pattern in _SAYS.items()}
     asked = matches["asked"]
     if asked is None:
         raise UsageError(
             "the text says no 'Tried to allocate … GiB'",
             fix="oom='Tried to allocate 17.58 GiB. … 51.75 GiB is allocated by PyTorch …'",
         )
-    return Said(error=_UNITS[asked[2]] // 200 + 1, **sizes)
+    num_bytes: dict[str, int] = {}
+    for name, match in matches.items():
+        # a text that was cut lacks some of the figures
+        if match is not None:
+            num_bytes[name] = round(float(match[1]) * _UNITS[match[2]])
+    # half a hundredth of the unit, and a byte for sizes that are printed in bytes
+    return OomFigures(rounding=_UNITS[asked[2]] // 200 + 1, **num_bytes)
 
 
-def candidates(programs: Sequence[Program], said: Said) -> list[Candidate]:
-    """Requests that take such a segment, those first that agree best with what was allocated."""
-    found = [one for program in programs for one in _candidates(program, said)]
-    if (level := said.allocated) is not None:
-        found.sort(key=lambda one: abs(one.allocated - level))
-    return found
+def candidates(programs: Sequence[Program], figures: OomFigures) -> list[Candidate]:
+    """Find the requests that take such a segment, first those nearest to what was allocated."""
+    requests: list[Candidate] = []
+    for program in programs:
+        requests += _candidates_of(program, figures)
+    allocated = figures.allocated
+    if allocated is not None:
+        requests.sort(key=lambda request: abs(request.allocated - allocated))
+    return requests
 
 
-def _candidates(program: Program, said: Said) -> Iterator[Candidate]:
-    events, live, segment = program.allocations, program.live_bytes(), Settings().segment
-    begun = int(np.count_nonzero(events["before"] == 0))
-    stands = holdings_at(program, begun - 1) if begun else ()
-    states = sum(one.num_bytes for one in stands if one.module in STATES)
-    for at, size in enumerate(events["bytes"][begun:].tolist(), begun):
-        if size <= 0 or abs(segment(size) - said.asked) > said.error:
+def _candidates_of(program: Program, figures: OomFigures) -> Iterator[Candidate]:
+    """Find the requests of one rank that take such a segment."""
+    sizes = program.allocations["bytes"]
+    live_bytes = program.live_bytes()
+    segment_of = Settings().segment
+    begun = int(np.count_nonzero(program.allocations["before"] == 0))
+    states_bytes = _states_bytes(program, begun)
+    for event, size in enumerate(sizes[begun:].tolist(), begun):
+        # memory that is given back, or a segment of another size
+        if size <= 0 or abs(segment_of(size) - figures.asked) > figures.rounding:
             continue
-        op, in_use = program[op_at(program, at)], int(live[at]) - size
-        for first in (True, False) if states and op.phase != "optimizer" else (False,):
-            level = in_use - states if first else in_use
-            yield Candidate(program, at, size, op, site_of(program, at), level, first)
+        op = program[op_at(program, event)]
+        site = site_of(program, event)
+        in_use = int(live_bytes[event]) - size
+        # Adam makes its states in the first optimizer step: before it they take nothing
+        if states_bytes and op.phase != "optimizer":
+            yield Candidate(program, event, size, op, site, in_use - states_bytes, first=True)
+        yield Candidate(program, event, size, op, site, in_use, first=False)
 
 
-def limit_of(said: Said) -> int | None:
-    """Bytes of segments that the process could have; None where the error does not say."""
-    parts = said.allocated, said.unused, said.device_free
-    return None if None in parts else sum(filter(None, parts))
+def _states_bytes(program: Program, begun: int) -> int:
+    """Return the bytes of Adam's states that stand before the iteration.
+
+    Args:
+        program: Of a rank.
+        begun: How many allocations are from before the iteration.
+    """
+    if not begun:
+        return 0
+    held = holdings_at(program, begun - 1)
+    return sum(memory.num_bytes for memory in held if memory.module in STATES)
+
+
+def limit_of(figures: OomFigures) -> int | None:
+    """Return bytes of segments that the process could have; None where the error does not say."""
+    allocated, unused, device_free = figures.allocated, figures.unused, figures.device_free
+    if allocated is None or unused is None or device_free is None:
+        return None
+    return allocated + unused + device_free

@@ -10,6 +10,7 @@ from megatron_prism.core.rendering import Renderer, renders
 from megatron_prism.core.units import counted, format_bytes, format_change, format_ns
 from megatron_prism.features.fit.fit import Fit, TriedChange
 from megatron_prism.memory.host_need import HostNeed
+from megatron_prism.memory.job_peaks import ClassMemoryFigures
 from megatron_prism.memory.steady import Risk
 from megatron_prism.replay.costs.precision import precision_of
 from megatron_prism.report import words
@@ -26,77 +27,84 @@ _WORTH_SAYING = 1e-3  # of the tensors: what blocks have beyond them
 _FEWEST_WITH_SHARES = 10  # draws of which a tenth can be told
 
 
-def render_text(found: Fit, shown: str = "", top: int = 8) -> str:
+def render_text(fit: Fit, shown: str = "", top: int = 8) -> str:
     """Ends in a newline; ``shown``: the class whose peak it shows, ``top`` origins of it."""
-    shown_class = shown or found.worst
+    shown_class = shown or fit.worst
     # nobody asks whether a class fits where memory is to be freed
-    overruns = None if found.free else found.overruns
+    overruns = None if fit.free else fit.overruns
     parts: list[Iterable[str]] = [
-        _verdict(found),
-        class_table(found.memory, overruns, found.at_risk),
-        _host(found.host),
-        _peak(found, shown_class, top),
+        _verdict(fit),
+        class_table(fit.memory, overruns, fit.at_risk),
+        _host(fit.host),
+        _peak(fit, shown_class, top),
     ]
-    for section in found.sections:
+    for section in fit.sections:
         parts.append(section.lines(shown_class))
-    parts.append(changes_of(found))
-    parts.append(source_lines(found.memory))
+    parts.append(changes_of(fit))
+    parts.append(source_lines(fit.memory))
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines) + "\n"
 
 
-def _verdict(found: Fit) -> Iterator[str]:
-    limit = format_bytes(found.limit)
+def _verdict(fit: Fit) -> Iterator[str]:
+    """Say whether the job fits, what the class that needs most has left, and what runs out."""
+    limit = format_bytes(fit.limit)
     # nothing runs out where the job shall need less
-    if found.free:
-        yield from _freeing(found)
+    if fit.free:
+        yield from _freeing(fit)
         return
-    source = f" ({found.limit_source})" if found.limit_source else ""
-    first = found.headline
+    source = f" ({fit.limit_source})" if fit.limit_source else ""
+    first = fit.headline
     assumes = f", {first.assumes}" if first is not None else ""
-    runs_out = bool(found.overruns) or bool(found.overruns_beside)
+    runs_out = bool(fit.overruns) or bool(fit.overruns_beside)
     verdict = "does not fit"
-    if found.fits:
+    if fit.fits:
         verdict = "fits"
     # the first iterations fit
     elif not runs_out:
         verdict = "at risk"
     yield from folded(f"{verdict}: the limit is {limit}{source}{assumes}", 2)
-    if found.without is not None:
-        yield from folded(f"  without {found.without}", 4)
-    if found.what_if is not None:
-        yield from folded(f"  assumed: {found.what_if}", 4)
-    left = f"{format_bytes(abs(found.over))} {'too much' if found.over > 0 else 'to spare'}"
-    one = found.memory.classes[found.worst]
-    level = "device" if one.get("peak_device") is not None else "reserved"
-    size = format_bytes(found.limit + found.over)
-    yield f"  {found.worst} needs most: {size} of {level} memory, {left}"
-    for name, place in found.overruns.items():
+    if fit.without is not None:
+        yield from folded(f"  without {fit.without}", 4)
+    if fit.what_if is not None:
+        yield from folded(f"  assumed: {fit.what_if}", 4)
+    left = f"{format_bytes(abs(fit.over))} to spare"
+    if fit.over > 0:
+        left = f"{format_bytes(fit.over)} too much"
+    # no calibration of the device was asked for: what lies beside segments is not known
+    level = "reserved"
+    if fit.memory.classes[fit.worst].get("peak_device") is not None:
+        level = "device"
+    size = format_bytes(fit.limit + fit.over)
+    yield f"  {fit.worst} needs most: {size} of {level} memory, {left}"
+    for name, place in fit.overruns.items():
+        # within the limit, if segments that are not in use go back before the request
         if place.where is None:
             text = "fits if the allocator gives its cache back in time"
         else:
             beside = f"{place.size:,} B do not fit beside {format_bytes(place.reserved)} reserved"
             text = f"runs out {place.where}: {beside}"
         yield from folded(f"  {name} {text}", 4)
-    for name, risk in found.risks.items():
+    for name, risk in fit.risks.items():
         text = later_iterations(risk)
         if text:
             yield from folded(f"  {name} {text}", 4)
-    for name, text in found.overruns_beside.items():
+    for name, text in fit.overruns_beside.items():
         yield from folded(f"  {name} {text}", 4)
     if first is not None and first.iteration_ns:
         yield from folded(f"  an iteration: {first.text}", 4)
-    if asks := precision_of(found.programs).asks:
-        yield from folded(f"  {asks}", 4)
+    precision_question = precision_of(fit.programs).asks
+    if precision_question:
+        yield from folded(f"  {precision_question}", 4)
 
 
-def _freeing(found: Fit) -> Iterator[str]:
+def _freeing(fit: Fit) -> Iterator[str]:
     """Say whether a change frees as much as is asked for."""
-    free, needs = format_bytes(found.free), format_bytes(found.limit + found.over)
+    free, needs = format_bytes(fit.free), format_bytes(fit.limit + fit.over)
     text = f"no change that was tried frees {free}"
-    if found.frees_enough:
-        text = f"{counted(sum(change.fits for change in found.changes), 'change')} free {free}"
+    if fit.frees_enough:
+        text = f"{counted(sum(change.fits for change in fit.changes), 'change')} free {free}"
     yield from folded(text)
-    yield from folded(f"  {found.worst} needs most: {needs}", 4)
+    yield from folded(f"  {fit.worst} needs most: {needs}", 4)
 
 
 def _host(need: HostNeed | None) -> Iterator[str]:
@@ -146,82 +154,91 @@ def reserved_of_draws(risk: Risk | None) -> str:
     """
     if risk is None or len(risk.reserved) < 2:
         return ""
-    least, most = format_bytes(risk.reserved[0]), format_bytes(risk.reserved[-1])
-    if least == most:
+    smallest, largest = format_bytes(risk.reserved[0]), format_bytes(risk.reserved[-1])
+    if smallest == largest:
         return ""
     within = f"reserved within {counted(risk.iterations, 'iteration')}"
     if risk.draws < _FEWEST_WITH_SHARES:
-        return f"{within}: {least} to {most} in {risk.draws} draws"
+        return f"{within}: {smallest} to {largest} in {risk.draws} draws"
     half = format_bytes(risk.reserved_at(0.5))
     tenth = format_bytes(risk.reserved_at(0.9))
     shares = f"{half} in half of {risk.draws} draws, {tenth} or more in a tenth"
-    return f"{within}: {shares}; {least} to {most} in all"
+    return f"{within}: {shares}; {smallest} to {largest} in all"
 
 
-def _peak(found: Fit, name: str, top: int) -> Iterator[str]:
-    one = found.memory.classes[name]
-    at = one["at"]
-    step = words.step(at["phase"], at["microbatch"], at["chunk"])
-    place = f"{step} ({at['step']}), {at['op']} {at['site']}"
-    if one.get("earlier"):
+def _peak(fit: Fit, name: str, top: int) -> Iterator[str]:
+    """Show the peak of a class: where it is reached, its parts and its largest origins."""
+    figures = fit.memory.classes[name]
+    peak_place = figures["at"]
+    step = words.step(peak_place["phase"], peak_place["microbatch"], peak_place["chunk"])
+    place = f"{step} ({peak_place['step']}), {peak_place['op']} {peak_place['site']}"
+    # an iteration before the recorded one needed more
+    if figures.get("earlier"):
         place = f"before the recorded iteration, {place}"
     yield from folded(f"the peak of {name}: {place}".rstrip(), 2)
-    yield from columns([["  of the device", ""], *part_rows(one)])
-    drawn = reserved_of_draws(found.risks.get(name))
-    least, most = one.get("reserved_between") or (0, 0)
+    yield from columns([["  of the device", ""], *part_rows(figures)])
+    drawn = reserved_of_draws(fit.risks.get(name))
+    reserved_range = figures.get("reserved_between") or (0, 0)
+    smallest, largest = map(format_bytes, reserved_range)
+    # draws of later iterations say more than the two bounds of the recorded one
     if drawn:
         yield from folded(f"  {drawn}", 4)
-    elif format_bytes(least) != format_bytes(most):
-        between = f"{format_bytes(least)} if the device keeps up with the host, up to "
-        yield from folded(f"  reserved: {between}{format_bytes(most)} else", 4)
-    counted_by_torch = found.as_torch_counts(name)
-    beyond = counted_by_torch - one["peak_allocated"]
-    if beyond > _WORTH_SAYING * one["peak_allocated"]:
+    elif smallest != largest:
+        between = f"{smallest} if the device keeps up with the host, up to "
+        yield from folded(f"  reserved: {between}{largest} else", 4)
+    allocated_bytes = figures["peak_allocated"]
+    counted_by_torch = fit.as_torch_counts(name)
+    beyond_tensors = counted_by_torch - allocated_bytes
+    if beyond_tensors > _WORTH_SAYING * allocated_bytes:
         text = f"torch.cuda.max_memory_allocated: {format_bytes(counted_by_torch)}, as blocks have "
-        yield from folded(f"  {text}{format_bytes(beyond)} beyond their tensors", 4)
-    sums: dict[tuple[str, str, str], list[int]] = {}
-    for held in one["top"]:
+        yield from folded(f"  {text}{format_bytes(beyond_tensors)} beyond their tensors", 4)
+    yield from _largest_origins(figures, top)
+
+
+def _largest_origins(figures: ClassMemoryFigures, top: int) -> Iterator[str]:
+    """List what is alive at the peak of a class by kind, module and site, the largest first."""
+    sums: dict[tuple[str, str, str], list[int]] = {}  # origin -> [bytes, tensors]
+    for held in figures["top"]:
         key = KINDS.get(held["kind"], held["kind"]), module_of(held["module"]), held["site"]
         entry = sums.setdefault(key, [0, 0])
         entry[0] += held["num_bytes"]
         entry[1] += held["count"]
-    largest = sorted(sums.items(), key=lambda item: -item[1][0])[:top]
-    if not largest:
+    largest_origins = sorted(sums.items(), key=lambda item: -item[1][0])[:top]
+    if not largest_origins:
         return
     yield ""
-    yield f"  the largest of {format_bytes(one['peak_allocated'])} allocated"
-    for (kind, module, site), (size, count) in largest:
+    yield f"  the largest of {format_bytes(figures['peak_allocated'])} allocated"
+    for (kind, module, site), (size, count) in largest_origins:
         text = f"{format_bytes(size):>10}  {kind}, {counted(count, 'tensor')}: {module} {site}"
         yield from folded(f"  {text.rstrip(': ')}", 14)
 
 
-def changes_of(found: Fit) -> Iterator[str]:
+def changes_of(fit: Fit) -> Iterator[str]:
     """What frees memory of a job that does not fit, tried on its slices."""
-    if found.steps_fit:
+    if fit.steps_fit:
         return
-    enough = any(one.fits for one in found.changes)
     captured: list[TriedChange] = []
     estimated: list[TriedChange] = []
-    for change in found.changes:
+    for change in fit.changes:
         listed = captured if change.captured else estimated
         listed.append(change)
     if captured:
         yield "what frees memory, captured with the change"
-        yield from _outcomes(captured, found)
+        yield from _outcomes(captured, fit)
     if estimated:
         yield "what frees memory, tried on the slices"
-        yield from _outcomes(estimated, found)
-    if not found.changes:
+        yield from _outcomes(estimated, fit)
+    if not fit.changes:
         yield "nothing that can be tried on the slices frees memory of the peak"
-    for change_words, why in found.refused.items():
+    for change_words, why in fit.refused.items():
         yield from folded(f"  not captured: {change_words}: {why}", 4)
-    if not captured and not found.refused:
+    if not captured and not fit.refused:
         text = (
             "--try captures the job with further changes: optimizer and activations on the host, "
         )
         text += "virtual stages, single layers again"
         yield from folded(f"  {text}", 2)
-    if not enough:
+    if not fit.frees_enough:
         yield from folded(
             "  none of these is enough: weights, gradients and optimizer shrink with "
             "more pipeline, tensor or expert ranks, activations with context "
@@ -230,63 +247,63 @@ def changes_of(found: Fit) -> Iterator[str]:
         )
 
 
-def _outcomes(changes: Iterable[TriedChange], found: Fit) -> Iterator[str]:
+def _outcomes(changes: Iterable[TriedChange], fit: Fit) -> Iterator[str]:
     for change in changes:
         yield from folded(f"  {change.words}", 4)
-        yield from folded(f"    {outcome(change, found)}", 6)
+        yield from folded(f"    {outcome(change, fit)}", 6)
 
 
-def outcome(one: TriedChange, found: Fit) -> str:
+def outcome(change: TriedChange, fit: Fit) -> str:
     """What a change leaves of the limit, or how much it frees, and what it costs in time."""
-    iteration_ns = found.iteration_ns
-    left = format_bytes(abs(found.limit - one.num_bytes))
-    if found.free:
-        room = f"frees {format_bytes(found.limit + found.free - one.num_bytes)}"
-        if not one.fits:
+    iteration_ns = fit.iteration_ns
+    left = format_bytes(abs(fit.limit - change.num_bytes))
+    if fit.free:
+        room = f"frees {format_bytes(fit.limit + fit.free - change.num_bytes)}"
+        if not change.fits:
             room += f", {left} less than asked for"
-    elif one.fits:
+    elif change.fits:
         room = f"fits, {left} to spare"
     else:
         room = f"{left} too much"
-    text = f"{format_bytes(one.num_bytes)}: {room}"
-    if one.host_bytes:
-        text += f", {format_bytes(one.host_bytes)} of host memory a rank"
-    if one.slower_ns is None or iteration_ns is None:
+    text = f"{format_bytes(change.num_bytes)}: {room}"
+    if change.host_bytes:
+        text += f", {format_bytes(change.host_bytes)} of host memory a rank"
+    if change.slower_ns is None or iteration_ns is None:
         return f"{text}; its time is not known"
-    if one.slower_ns < 0:
-        return f"{text}; an iteration takes {format_ns(-one.slower_ns)} less"
-    if one.slower_ns == 0:
+    if change.slower_ns < 0:
+        return f"{text}; an iteration takes {format_ns(-change.slower_ns)} less"
+    if change.slower_ns == 0:
         return f"{text}; an iteration takes no longer"
-    slower = format_change(one.slower_ns / iteration_ns)
-    return f"{text}; an iteration takes {format_ns(one.slower_ns)} longer ({slower})"
+    slower = format_change(change.slower_ns / iteration_ns)
+    return f"{text}; an iteration takes {format_ns(change.slower_ns)} longer ({slower})"
 
 
-def render_fit(found: Fit) -> str:
+def render_fit(fit: Fit) -> str:
     """The page of a job."""
-    data = page_data(found.programs, found.memory, found.limit)
+    data = page_data(fit.programs, fit.memory, fit.limit)
     data["verdict"] = "It may run out of memory later"
-    overruns_beside = found.overruns_beside
+    overruns_beside = fit.overruns_beside
     # nothing runs out where the job shall need less
-    if found.free:
-        data["verdict"] = next(iter(_freeing(found)))
+    if fit.free:
+        data["verdict"] = next(iter(_freeing(fit)))
         overruns_beside = {}
-    elif found.fits:
+    elif fit.fits:
         data["verdict"] = "It fits"
-    elif found.overruns or overruns_beside:
+    elif fit.overruns or overruns_beside:
         data["verdict"] = "It does not fit"
     data["about"] = []
-    for name, place in found.shown_overruns.items():
+    for name, place in fit.shown_overruns.items():
         if place.where:
             data["about"].append(f"{name} runs out {place.where}.")
-    for name, risk in found.risks.items():
+    for name, risk in fit.risks.items():
         text = later_iterations(risk)
         if text:
             data["about"].append(f"{name} {text}.")
     for name, text in overruns_beside.items():
         data["about"].append(f"{name} {text}.")
-    data["changes"] = [(one.words, outcome(one, found)) for one in found.changes]
-    rows = [[level, text] for level, text in found.memory.provenance.items()]
-    title = job_settings.title(found.programs.source, found.programs.world)
+    data["changes"] = [(change.words, outcome(change, fit)) for change in fit.changes]
+    rows = [[level, text] for level, text in fit.memory.provenance.items()]
+    title = job_settings.title(fit.programs.source, fit.programs.world)
     return render_memory_page(title, "from slices, without a GPU", data, rows)
 
 
