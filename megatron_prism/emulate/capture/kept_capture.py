@@ -146,7 +146,7 @@ def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
 
     Returns:
         A folder captured by the same Python in the same environment, whose files have not changed
-        and whose job differs in few options; None where there is none.
+        and whose job differs in few options that change an iteration; None where there is none.
     """
     parent = folder.absolute().parent
     if not parent.is_dir():
@@ -158,7 +158,7 @@ def neighbour(folder: Path, command: Sequence[str]) -> Neighbour | None:
         record = read(path.parent)
         if record is None or not (path.parent / WORLD).is_file():
             continue
-        # the same command today: other files or variables make other slices
+        # what its own command is captured from now: other files or variables make other slices
         asked = _record(record.command, record.salt, [*record.files, *_slice_files(path.parent)])
         if record.differences(asked):
             continue

@@ -1,7 +1,7 @@
 """End a real launcher that would start an emulated job as if it were the real one.
 
-torchrun on several hosts waits for the others, and so many processes as the job has ranks are not
-what an emulation needs.  We are attached in the launcher's own process and can say so at once.
+torchrun on several hosts waits for the other hosts, and an emulation has one.  This package is
+attached in the launcher's own process, and can say so at once.  A launch on one host passes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ALL_LOCAL = ("record", "fault", "fault_plan", "world")  # uses of a job whose r
 
 
 def check(process: Sequence[str]) -> None:
-    """End this process, with the line to type, if it is such a launcher.
+    """End this process, with the line to type, if it is a launcher that asks for several hosts.
 
     Args:
         process: its command line, Python first (``sys.orig_argv``).
     """
     line = read_line(["python", *process[1:]], os.environ)
-    # the first launcher is this process; one further on is among its words
+    # the first launcher is this process; a launcher behind it is what this process would start
     launcher = None
     if line.launchers:
         launcher = BY_NAME.get(line.launchers[0])

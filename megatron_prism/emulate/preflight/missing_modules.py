@@ -1,7 +1,8 @@
 """Modules that a script imports and that are not installed, all of them at once.
 
 In : a script.  Out: names of packages.  Nothing is imported: the texts of the script, and of the
-modules beside it, are read.  Imports in functions, branches and ``try`` are optional.
+modules beside it, are read.  Imports in functions, branches and ``try`` are optional
+and left out.
 """
 
 from __future__ import annotations

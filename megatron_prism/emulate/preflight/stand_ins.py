@@ -250,8 +250,10 @@ class Remarks(TrainingListener):
 
 
 def _weigh_reading(args: argparse.Namespace, optimizer: object) -> str:
-    """What reading optimizer states takes beyond them: Megatron makes them to be filled, and the
-    optimizer makes its own from these (distrib_optimizer.py:773 @0.16.1, NVIDIA/Megatron-LM#7288).
+    """Say how much more memory the reading of optimizer states takes; "" if nobody knows.
+
+    Megatron allocates empty states to read into, and the optimizer allocates its own beside them
+    (distrib_optimizer.py:773 @0.16.1, NVIDIA/Megatron-LM#7288).
     """
     numbers = 0
     for group in getattr(optimizer, "param_groups", None) or ():

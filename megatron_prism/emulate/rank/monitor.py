@@ -507,7 +507,11 @@ class OwnLoop:
         self._wait_for_forward()
 
     def _wait_for_forward(self) -> None:
-        """Begin a step with the first module that is called; the hook is gone then."""
+        """Begin a step with the next forward pass that computes gradients.
+
+        Evaluation calls modules without gradients and begins none.  The hook removes itself, and
+        each first update of a step sets another.
+        """
 
         def called(module: torch.nn.Module, args: object) -> None:
             if torch.is_grad_enabled():

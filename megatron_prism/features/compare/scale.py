@@ -1,4 +1,4 @@
-"""What changes between two sizes of a job beside its sizes: where it may compute something else.
+"""What changes between two sizes of a job: its groups, and where it may compute something else.
 
 In : two priced worlds.  Out: ``ScaleChange``s: groups and the nodes they span, calls by line of
 code, their types and elements, NCCL's modelled choice.  Stages are compared with each other: all of
@@ -25,7 +25,7 @@ from megatron_prism.replay.costs.prices import shape_of
 from megatron_prism.replay.priced_graph import PricedGraph
 
 _MAX_SIZES = 4  # sizes of one line's calls
-_UNKNOWN_NODES = "none"  # where a world has no such group
+_NO_GROUP = "none"  # where a world has no such group
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _changes_of_groups(a: PricedGraph, b: PricedGraph) -> Iterable[ScaleChange]:
     """Yield groups with other sizes, or that span other numbers of nodes."""
     extents_of_a, extents_of_b = _extents(a), _extents(b)
     for group in sorted({**extents_of_a, **extents_of_b}):
-        in_a = extents_of_a.get(group, _UNKNOWN_NODES)
-        in_b = extents_of_b.get(group, _UNKNOWN_NODES)
+        in_a = extents_of_a.get(group, _NO_GROUP)
+        in_b = extents_of_b.get(group, _NO_GROUP)
         if in_a != in_b:
             yield ScaleChange("group", group, in_a, in_b)
 

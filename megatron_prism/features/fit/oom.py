@@ -113,9 +113,9 @@ def _candidates_of(program: Program, figures: OomFigures) -> Iterator[Candidate]
     sizes = program.allocations["bytes"]
     live_bytes = program.live_bytes()
     segment_of = Settings().segment
-    begun = int(np.count_nonzero(program.allocations["before"] == 0))
-    states_bytes = _states_bytes(program, begun)
-    for event, size in enumerate(sizes[begun:].tolist(), begun):
+    num_events_before = int(np.count_nonzero(program.allocations["before"] == 0))
+    states_bytes = _states_bytes(program, num_events_before)
+    for event, size in enumerate(sizes[num_events_before:].tolist(), num_events_before):
         # memory that is given back, or a segment of another size
         if size <= 0 or abs(segment_of(size) - figures.asked) > figures.rounding:
             continue
@@ -128,16 +128,16 @@ def _candidates_of(program: Program, figures: OomFigures) -> Iterator[Candidate]
         yield Candidate(program, event, size, op, site, in_use, first=False)
 
 
-def _states_bytes(program: Program, begun: int) -> int:
+def _states_bytes(program: Program, num_events_before: int) -> int:
     """Return the bytes of Adam's states that stand before the iteration.
 
     Args:
         program: Of a rank.
-        begun: How many allocations are from before the iteration.
+        num_events_before: How many changes of memory are from before the iteration.
     """
-    if not begun:
+    if not num_events_before:
         return 0
-    held = holdings_at(program, begun - 1)
+    held = holdings_at(program, num_events_before - 1)
     return sum(memory.num_bytes for memory in held if memory.module in STATES)
 
 

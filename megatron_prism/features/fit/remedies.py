@@ -418,7 +418,7 @@ class _Rerun:
         last: Its last event.
         layer: Events of its layer.
         came: Storage -> the row with which it came.
-        no_longer_kept: Storages that the forward no longer keeps.
+        no_longer_kept: Storages that the first forward kept for its backward, and now frees.
         frees: The events that free them, ascending.
         start: The event before which it runs again.
     """
@@ -531,7 +531,7 @@ def reruns(program: Program, how: Recomputation) -> Iterator[RepeatedForward]:
 def _recomputed(
     program: Program, how: Recomputation, rows: Sequence[_MemoryRow], lives: _Lives
 ) -> Program | None:
-    """Return the program with what ``how`` frees and makes anew; None where it keeps nothing."""
+    """Return the program with what ``how`` frees and makes anew; None if that is nothing."""
     rewriter = _Rewriter(rows, lives)
     for rerun in _reruns(program, how, rows, lives):
         rewriter.add(rerun, how.discards)
@@ -552,7 +552,7 @@ class _Rewriter:
 
     Attributes:
         rows: As they were.
-        renamed: Event -> the storage that goes instead.
+        renamed: Event -> the storage that is freed in it, made by the forward that ran again.
     """
 
     def __init__(self, rows: Sequence[_MemoryRow], lives: _Lives) -> None:

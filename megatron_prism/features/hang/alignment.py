@@ -280,10 +280,15 @@ class Alignment:
         return Place(rank, index, step + 1, op.label, op.name, op.group, op.site, 1, iteration)
 
     def _iteration(self, rank: int, step: int) -> int:
-        """Return the iteration of a step, by the group that calls most in an iteration.
+        """Return the iteration of a call of the program, by counted calls; 0: unknown.
 
-        Start-up makes fewer calls in that group than one iteration, else the number is too high.
-        It is exact where captures know how many calls came before theirs.
+        It is exact for a group of which the capture counted the calls before its iteration.
+        Otherwise the group with most calls in an iteration tells it, if start-up makes fewer calls
+        in that group than one iteration; if it makes more, the number is too high.
+
+        Args:
+            rank: Whose calls were counted.
+            step: Which of the program's calls.
         """
         number = self._number(rank)
         fifos, counts = self.fifos[number], self.state.counts[rank]
