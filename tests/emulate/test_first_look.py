@@ -6,13 +6,16 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 from helpers.needs import TRAINING
 from helpers.stock_jobs import TINY
+from rich.console import Console
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.command_line.path_map import PathMap
+from megatron_prism.emulate.jobs import script_job
 from megatron_prism.emulate.preflight import first_look, stand_ins, unknown_flags
 from megatron_prism.emulate.preflight.obstacles import Obstacles, ObstaclesError
 
@@ -386,3 +389,46 @@ def test_what_else_stops_a_job_is_said_where_its_checkout_is_missing(tmp_path):
     assert all("installed here: " in message for message in messages[1:])
     for part in ("--tokenizer-type: invalid choice", "--fork-flag", "--global-batch-size 12"):
         assert part in "".join(messages)
+
+
+def test_options_of_a_part_of_megatron_are_none_of_no_release(tmp_path, monkeypatch):
+    (tmp_path / "post_training").mkdir()
+    options = "group.add_argument('--distills', action='store_true')"
+    (tmp_path / "post_training" / "arguments.py").write_text(options)
+    megatron = types.ModuleType("megatron")
+    megatron.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "megatron", megatron)
+    error = unknown_flags.unknown(["--distills", "--distil"], {"--num-layers"})
+    of_part, of_nobody = error.obstacles
+    assert "megatron.post_training" in of_part.message
+    assert of_part.fix.startswith("pip install nvidia-modelopt, or --prism-ignore-unknown")
+    assert "no release" in of_nobody.message
+
+
+@pytest.mark.parametrize(
+    ("words", "lacks"),
+    [("--lr 1", True), ("--data-path a", False), ("--mock-data", False), ("--sft", False)],
+)
+def test_a_job_without_data_is_looked_at_before_its_ranks_start(
+    words, lacks, tmp_path, monkeypatch
+):
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("from megatron.training.utils import get_blend_and_blend_per_split")
+    looked = []
+
+    class LookedError(Exception):
+        pass
+
+    def check(*args):
+        looked.append(args[0])
+        raise LookedError
+
+    def capture(*args, **kwargs):
+        raise LookedError
+
+    monkeypatch.setattr(script_job, "check_command_line", check)
+    monkeypatch.setattr(script_job, "capture", capture)
+    argv = ["--prism-world-size", "8", "--prism-tier", "meta", *words.split()]
+    with pytest.raises(LookedError):
+        script_job.capture_command_line(str(script), argv, tmp_path / "out", Console())
+    assert looked == [str(script)] * lacks

@@ -30,6 +30,7 @@ from megatron_prism.emulate.preflight.unknown_flags import ARGUMENTS_ALONE, with
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")  # of megatron.core.package_info
 _STOCK = ("pretrain_gpt.py",)  # scripts of Megatron for which that file stands
 _DEEPEST = 4  # scripts that are submitted, one by the other
+_FOLDERS_ABOVE = 4  # a launch script, from which the script that trains is looked for
 
 
 def job_of(
@@ -84,7 +85,7 @@ def _read_job(
         own_flags = line.flags(flags_given)
     else:
         own_flags = _flags_or_obstacle(line, flags_given, obstacles)
-    job = [*_script(line.words, obstacles), *job_flags]
+    job = [*_script(line.words, obstacles, _folders_above(words)), *job_flags]
     if line.launchers:
         _tell(_summary(line))
     size = options.value_of("--prism-world-size", user_flags)
@@ -186,7 +187,21 @@ def _summary(line: LaunchLine) -> str:
     return f"{text}; {counted(line.ranks, 'rank')}{host}: {line.source}"
 
 
-def _script(words: Sequence[str], obstacles: Obstacles | None) -> list[str]:
+def _folders_above(words: Sequence[str]) -> list[Path]:
+    """Return the folders that the files of a launch line are in, and those above, nearest first.
+
+    A launch script names the script that trains from its own folder or from its checkout's.
+    """
+    folders: list[Path] = []
+    for word in words:
+        if os.path.isfile(word):
+            folders += Path(word).resolve().parents[:_FOLDERS_ABOVE]
+    return list(dict.fromkeys(folders))
+
+
+def _script(
+    words: Sequence[str], obstacles: Obstacles | None, folders: Sequence[Path] = ()
+) -> list[str]:
     """Check that the script of a job is here.
 
     One that is named by a path of another machine is the file of its name in the working folder.
@@ -195,6 +210,7 @@ def _script(words: Sequence[str], obstacles: Obstacles | None) -> list[str]:
         words: the script, or ``-m`` and a module, and its arguments.
         obstacles: gets that it is not here, where a file of its name is near: the job is looked at
             with that one.
+        folders: in which a script may be whose path is relative.
 
     Returns:
         The words, with the script's path here.
@@ -222,7 +238,7 @@ def _script(words: Sequence[str], obstacles: Obstacles | None) -> list[str]:
             f"({_release_beside(local_file)}); another one: --prism-map {other_path}"
         )
         return [str(local_file), *arguments]
-    near = _near(script)
+    near = _near(script, folders)
     if near is None:
         missing = UsageError(
             f"there is no script {script}",
@@ -247,15 +263,19 @@ def _has_training() -> bool:
     return find_spec("megatron.training") is not None
 
 
-def _near(script: str) -> Path | None:
+def _near(script: str, script_folders: Sequence[Path] = ()) -> Path | None:
     """Find the file of a script's name in a checkout that is near, as people have it.
 
     Args:
         script: its path, of another machine or from another folder.
+        script_folders: from which it is looked for first, by the whole path that the line has.
     """
     path = Path(script)
     if path.suffix != ".py":
         return None
+    for folder in script_folders:
+        if not path.is_absolute() and (folder / path).is_file():
+            return (folder / path).resolve()
     folders = [Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
     folders += [*sorted(Path().glob("*/")), Path(".."), *sorted(Path("..").glob("*/"))]
     # the script of a folder of the checkout is below the same folder here

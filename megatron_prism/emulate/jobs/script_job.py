@@ -159,8 +159,9 @@ def capture_command_line(
     """
     obstacles = Obstacles() if obstacles is None else obstacles
     given = _options_of(argv, folder, obstacles)
-    # a job that cannot run is looked at, so that all that stops it is said at once
-    if given is None or len(obstacles):
+    # a job that cannot run is looked at, so that all that stops it is said at once; one without
+    # data would be refused by its ranks, of which each starts Megatron first
+    if given is None or len(obstacles) or first_look.may_lack_data(script, argv):
         check_command_line(script, argv, console, obstacles).obstacles.raise_all()
     assert given is not None, "without options there is an obstacle"
     job = Job.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)

@@ -220,6 +220,21 @@ def end() -> FirstLook | None:
     return look
 
 
+def may_lack_data(script: str, argv: Sequence[str]) -> bool:
+    """Tell whether no word of a job names data, though its script reads Megatron's own data sets.
+
+    Megatron's reading of the arguments decides whether it does lack data (``check_data``).
+
+    Args:
+        script: of the job.
+        argv: its arguments.
+    """
+    names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv}
+    if names & {*TRAINING_DATA, "mock_data", "sft", "dataloader_type"}:
+        return False
+    return _reads(script, _READS_BLENDS)
+
+
 def _reads(script: str, name: str) -> bool:
     """Tell whether a script has a name of Megatron's in its text."""
     try:

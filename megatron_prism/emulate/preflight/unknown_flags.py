@@ -169,6 +169,15 @@ def unknown(words: Sequence[str], known: Collection[str]) -> UnknownFlagsError:
             if replaced:
                 text += f", replaced by {replaced}"
             obstacles.append(Obstacle(text, ignore))
+        # an option that a part of this Megatron has, which the script adds where it can
+        elif _of_post_training(dashed):
+            obstacles.append(
+                Obstacle(
+                    f"{flag} is an option of megatron.post_training, which the script adds where "
+                    "nvidia-modelopt is installed",
+                    f"pip install nvidia-modelopt, or {ignore}",
+                )
+            )
         else:
             text = f"{flag} is in no release of Megatron"
             if near:
@@ -178,6 +187,17 @@ def unknown(words: Sequence[str], known: Collection[str]) -> UnknownFlagsError:
     if not obstacles:
         obstacles.append(_stray_words(words))
     return UnknownFlagsError(tuple(obstacles))
+
+
+def _of_post_training(flag: str) -> bool:
+    """Tell whether Megatron's part for quantized and distilled models has an option."""
+    megatron = sys.modules.get("megatron")
+    # megatron/post_training/arguments.py:146 @0.19.0
+    for folder in getattr(megatron, "__path__", ()):
+        file = Path(folder, "post_training", "arguments.py")
+        if file.is_file() and re.search(rf"[\"']{re.escape(flag)}[\"']", file.read_text()):
+            return True
+    return False
 
 
 def _stray_words(words: Sequence[str]) -> Obstacle:

@@ -25,6 +25,9 @@ _LACKS = re.compile(  # what Bash says of set -u and of ${NAME:?text}
 )
 _UNSET = ("unbound variable", "parameter null or not set", "parameter not set")
 _LOOKS = re.compile(r"((?:\[\[?|\btest|&&|\|\|)\s+(?:!\s+)?)-[defrsx](?=\s)")  # tests of files
+_TESTED = re.compile(  # variables that are tested for being empty
+    r"-[zn]\s+[\"']?\$\{?([A-Z][A-Z0-9_]{2,})"
+)
 _OTHER_VALUE = "64"  # than the placeholder 1
 _LISTS = ("LIST", "HOSTS")  # ends of names of variables that list hosts
 _NUMBERS_OF_HOSTS = ("NHOSTS", "NUM_HOSTS", "N_HOSTS")  # ends of those that count them
@@ -98,6 +101,12 @@ class Attempts:
                 self._variables.append(name)
                 self.run = self._with_values([name], lambda _: "1")
                 return True
+        # it ends itself where a variable is empty, and says which
+        asked = _variables_in_words(self.run, text)
+        if asked:
+            self._variables += asked
+            self.run = self._with_values(asked, lambda _: "1")
+            return True
         if self._looks:
             return False
         # what it looks for counts as there, and what it asks Python is answered with yes
@@ -216,6 +225,27 @@ class Attempts:
             return self._with_values(names, _other_value).job_with_gpus(self._gpus)
         except UsageError:
             return None
+
+
+def _variables_in_words(run: Execution, text: str) -> list[str]:
+    """Return the variables that a script has asked for in its own words before it ended.
+
+    ``[[ -z $WORKSPACE ]] && echo "Please set WORKSPACE" && exit 1``: the script reads the variable
+    and does not set it, and the end of what it printed names it.
+
+    Args:
+        run: that has ended without a job.
+        text: of the script.
+    """
+    printed = [line for line in run.printed().splitlines() if line.strip()]
+    names_printed = set(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", "\n".join(printed[-2:])))
+    tested_names = dict.fromkeys(_TESTED.findall(text))
+    asked = []
+    for name in tested_names:
+        is_set = bool(run.environment.get(name)) or re.search(rf"^\s*{name}=", text, re.MULTILINE)
+        if name in names_printed and not is_set:
+            asked.append(name)
+    return asked
 
 
 def _is_list(name: str) -> bool:

@@ -23,6 +23,9 @@ from megatron_prism.core.units import counted
 from megatron_prism.emulate.processes.workers import Json, die_with_parent
 from megatron_prism.features.scripts import confine
 
+_SWIFT = re.compile(r"megatron (pt|sft|rlhf)\b")  # commands of ms-swift
+_RAY_MODULES = r"verl\.trainer\.main_\w+|recipe\.\w+\.main_\w+|nemo_rl\.\S+"
+_STARTS_ITSELF = re.compile(rf"{_SWIFT.pattern}|python\S* -m (?:{_RAY_MODULES})(?=\s|$)")
 _MISSING = re.compile(r"(\S+): No such file or directory")
 
 
@@ -121,12 +124,15 @@ class Execution:
         folder = self._folder_that_it_needs()
         if folder:
             fix = f"cd {folder} before prism: the script takes files from the working folder"
+        started = _started_by_others(self.scratch)
+        if started:
+            return _started_elsewhere(self.title, started)
         parts = [f"{self.title} {how} without a command that trains"]
-        printed = self.printed().strip().splitlines()
+        printed = [line for line in self.printed().splitlines() if line.strip()]
         parts += [f"it printed: {line[:200]}" for line in printed[-2:]]
-        left_out = [text[:60] for kind, text in read_notes(self.scratch) if kind == "left out"]
+        left_out = [text for kind, text in read_notes(self.scratch) if kind == "left out"]
         if left_out:
-            shown = "; ".join(left_out[-4:])
+            shown = "; ".join(text[:60] for text in dict.fromkeys(left_out[-4:]))
             parts.append(f"{counted(len(left_out), 'command')} left out: {shown}")
         return UsageError("; ".join(parts), fix=fix)
 
@@ -138,6 +144,39 @@ def _group_lives(leader: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _started_by_others(scratch: Path) -> str:
+    """Return the command of a script that starts training in a way of its own; empty without one.
+
+    ms-swift's ``megatron sft`` starts torchrun itself, and verl's trainers start ray.
+    """
+    for kind, text in read_notes(scratch):
+        if kind == "left out" and _STARTS_ITSELF.match(text):
+            return text
+    return ""
+
+
+def _started_elsewhere(title: str, command: str) -> UsageError:
+    """Make the error of a script whose training is started by the program that it runs.
+
+    Args:
+        title: name of the script.
+        command: of that program.
+    """
+    swift = _SWIFT.match(command)
+    if swift is not None:
+        return UsageError(
+            f"{title} starts {swift[0]}, which starts torchrun itself",
+            fix=f"torchrun --nproc-per-node 8 -m swift.cli._megatron.{swift[1]} and the arguments "
+            f"of {swift[0]}, in its place",
+        )
+    module = command.split()[2]
+    return UsageError(
+        f"{title} starts {module}, whose ranks are started by ray: none has a command line",
+        fix="the line of Megatron's part alone: torchrun --nproc-per-node 8 pretrain_gpt.py with "
+        "the model's arguments",
+    )
 
 
 def _last_command(scratch: Path) -> str:

@@ -522,6 +522,60 @@ def test_a_script_in_a_checkout_nearby_is_named_and_looked_at(script, tmp_path):
     assert caught.value.fix.startswith("--prism-map /other.py=CHECKOUT/other.py, or")
 
 
+@pytest.mark.parametrize("program", ["pretrain_x.py", "core/train.py", "../../pretrain_x.py"])
+def test_the_script_that_trains_is_found_from_the_folders_of_the_launch_script(
+    program, script, tmp_path
+):
+    """As launch scripts of Megatron-LM's examples, Pai-Megatron-Patch and Primus are started."""
+    folder = tmp_path / "checkout" / "examples" / "model"
+    (tmp_path / "checkout" / "core").mkdir(parents=True)
+    (tmp_path / "checkout" / "core" / "train.py").touch()
+    (tmp_path / "checkout" / "pretrain_x.py").touch()
+    folder.mkdir(parents=True)
+    (folder / "train.sh").write_text(f"torchrun {program} --num-layers 4\n")
+    there = (tmp_path / "checkout" / program.removeprefix("../../")).resolve()
+    line = "bash checkout/examples/model/train.sh"
+    obstacles = Obstacles()
+    _, job = script("", line=line, obstacles=obstacles)
+    assert job[0] == str(there)
+    (fix,) = [obstacle.fix for obstacle in obstacles]
+    assert fix == f"--prism-map {program}={there}"
+    # what is said to be typed is enough
+    assert script("", line=line, given=fix.split())[1][0] == str(there)
+
+
+@CONFINED
+def test_variables_that_a_script_asks_for_in_its_own_words_are_one_list(script, monkeypatch):
+    """As examples/multimodal/pretrain_mistral_clip.sh @0.19.0 asks for WORKSPACE, LOAD_NAME."""
+    for name in ("MY_LAYERS", "MY_WIDTH", "MY_PLACE"):
+        monkeypatch.delenv(name, raising=False)
+    tests = ""
+    for name in ("MY_LAYERS", "MY_WIDTH", "MY_PLACE"):
+        tests += f'if [ -z "${{{name}}}" ]; then echo "Please set {name}."; exit 1; fi\n'
+    # one that has a default is none of them
+    tests += "[[ -z $MY_DEPTH ]] && MY_DEPTH=4\n"
+    start = "torchrun --nproc-per-node 8 pretrain_gpt.py --save $MY_PLACE --num-layers $MY_LAYERS"
+    obstacles = Obstacles()
+    _, job = script(f"{tests}{start} --hidden-size $MY_WIDTH", obstacles=obstacles)
+    assert job[0] == "pretrain_gpt.py"
+    (obstacle,) = obstacles
+    assert obstacle.fix == "MY_LAYERS=VALUE MY_WIDTH=VALUE before prism"
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        ("megatron sft --model Q --packing true", "-m swift.cli._megatron.sft"),
+        ("python3 -m verl.trainer.main_ppo trainer.nnodes=1", "torchrun --nproc-per-node 8 "),
+    ],
+)
+def test_programs_that_start_their_ranks_themselves_are_named(command, fix, script):
+    with pytest.raises(UsageError) as caught:
+        script(f"set -e\n{command}\necho trained")
+    assert "starts" in caught.value.message
+    assert fix in caught.value.fix
+
+
 def test_a_script_that_looks_for_files_where_it_is_started_says_where_that_is(script, tmp_path):
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "config.sh").write_text("LAYERS=4\n")
