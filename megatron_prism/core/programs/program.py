@@ -176,7 +176,12 @@ class Builder:
         self._streams += streams
 
     def build(self, rank: int, memory: bool = True) -> Program:
-        """Return the program of ``rank``; without ``memory`` it says nothing of that."""
+        """Return the program of ``rank``.
+
+        Args:
+            rank: Whose program it is.
+            memory: Whether it has the allocations.  Without them the builder drops its own, too.
+        """
         if not memory:
             self._allocations = []
             self._streams = []

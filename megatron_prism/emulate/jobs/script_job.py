@@ -249,13 +249,15 @@ def check_command_line(
         obstacles: that are known already; gets more.
 
     Raises:
-        UsageError: a parallel size is no number, so nothing more can be known.
+        UsageError: the sizes or flags do not even give a smallest world, so that Megatron cannot
+            read the arguments.
     """
     given = None
     if not obstacles.world_is_guessed:
         given = _options_of(argv, Path("slices"), obstacles)
 
-    # a world that is unknown or does not fit is one that fits, for what else there is
+    # Megatron reads the other arguments in the smallest world that fits, if the wanted one is
+    # unknown or does not fit
     world, tier = None, "meta"
     words = list(argv)
     if given is not None:
@@ -263,7 +265,6 @@ def check_command_line(
         tier = _best() if given.tier == "auto" else given.tier
     else:
         try:
-            # else nothing could be said of what Megatron checks
             size = flags.smallest_world_size(argv)
             checked = flags.from_command_line(
                 ["--prism-emulate", *argv, "--prism-world-size", str(size), "--prism-ranks", "0"]

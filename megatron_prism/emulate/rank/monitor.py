@@ -363,7 +363,11 @@ class TrainingMonitor:
         return _sum(parameter) != before
 
     def check(self, wanted: int, skips: bool = False) -> None:
-        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied."""
+        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied.
+
+        The error is kept, too: scripts catch what pretrain raises, and the exit status is judged by
+        it as the process ends (``launch.untrained``).
+        """
         if self.steps >= wanted:
             return
         ran = len(self.iterations)

@@ -1,7 +1,8 @@
 """The questions as tools of the Model Context Protocol, for agents.
 
-In : the table of commands.  Out: a server whose tools have the commands' arguments; an answer has
-the text that people get, figures, their sources, and what to type next.
+In : a function that answers a command, and the parser of each.  Out: a server whose tools have the
+commands' arguments; an answer has the text that people get, figures, their sources, and what to
+type next.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def server(run: bool, parser: Parser, ask: Ask) -> Any:
 
     Args:
         run: whether it has the tools that start jobs.
-        parser: gives the reader of a command's words.
+        parser: name of a command -> the parser of its arguments.
         ask: a command's name and words -> its arguments and what it answers.
     """
     try:
@@ -77,7 +78,7 @@ def server(run: bool, parser: Parser, ask: Ask) -> Any:
     )
     for name in names:
         hints = ToolAnnotations(read_only_hint=name not in _RUN, destructive_hint=False)
-        # no command lists calls: people read them in the programs
+        # no command lists calls: people read them in prism show
         tool: Callable[..., Json] = _calls
         if name != "calls":
             tool = _tool(name, parser(name), ask)

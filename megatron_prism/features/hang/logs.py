@@ -1051,7 +1051,11 @@ def _is_one_group(numbers: Mapping[int, int]) -> bool:
 
 
 def _operation(call: LoggedCall) -> str:
-    """The kind of a call; of coalesced calls with a tensor the sizes tell it."""
+    """Return the kind of a call.
+
+    The watchdog calls several collectives of one launch COALESCED: then the sizes tell the kind,
+    if the line has them.
+    """
     inputs, outputs = call.elements
     if call.kind != "COALESCED" or inputs <= 0 or outputs <= 0:
         return call.op or "call"

@@ -87,8 +87,8 @@ class FaultedCall:
         op: Name of the call as it should have been.
         group: Description of its group; empty for a segment of computing.
         members: Ranks of the group.
-        seq: Number of the call in its group (messages: of a pair) from 1, as the Flight Recorder
-            counts.
+        seq: Number of the call in its group from 1, as the Flight Recorder counts; messages are
+            counted among messages.
         label: The step of the op.
         site: The line of the op.
     """
@@ -376,10 +376,17 @@ def _first_op_out_of_memory(fault: Fault, program: Program) -> int | None:
 
 
 def _sequence_number(ops: Sequence[Op], index: int) -> int:
-    """Return the number of a call among the collectives, or the messages, of its group."""
+    """Return the number of a call in its group since the program's begin, from 1.
+
+    Collectives and messages are counted apart, as the recorder of a process counts them.
+
+    Args:
+        ops: Of the program.
+        index: The op that is the call.
+    """
     call = ops[index]
     is_message = call.name in _MESSAGES
-    # launches: a batch is one
+    # calls of one batch are one launch, which the recorder counts once
     launches: set[tuple[int, int]] = set()
     for i, op in enumerate(ops[: index + 1]):
         is_like_call = op.group == call.group and (op.name in _MESSAGES) == is_message

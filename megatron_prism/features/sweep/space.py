@@ -140,9 +140,12 @@ def _axis(name: str, values_text: str, job: Job) -> str:
     """Return the short name of an axis, or a flag of a recipe, or an option of the script.
 
     Args:
-        name: As it was typed.
+        name: In lower case, without dashes in front, with underscores for others.
         values_text: Its values, for messages.
         job: Whose axis it is.
+
+    Raises:
+        UsageError: it is none of them.
     """
     flag = recipes.OTHER_NAMES.get(name, name)
     flags = recipes.known_flags()

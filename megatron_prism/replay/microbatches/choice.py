@@ -134,11 +134,21 @@ class Choice:
         return tuple(traits)
 
     def _traits_of_step(self, cut: Cut, step: int, count: int) -> list[tuple[int, object]]:
-        """Say whether microbatches of a step are among the first or last."""
+        """Return where the microbatches of a step are among all, by distance from both ends.
+
+        Args:
+            cut: The schedule.
+            step: Which of its steps.
+            count: Of microbatches.
+
+        Returns:
+            Weights, and distances from the first and from the last microbatch, each up to the
+            number of microbatches that differ from those in the middle.
+        """
         members, shape = cut.members[step], cut.shapes[step]
         traits: list[tuple[int, object]] = []
         for phase, chunk in sorted(members):
-            # the first forward and the last backward have bodies of their own
+            # if the capture does not show it: the first forward and the last backward differ
             edges = (0, 1)
             if phase == FORWARD:
                 edges = (1, 0)

@@ -1,7 +1,7 @@
 """What Transformer Engine's triton kernels write on tier cpu: permutations, and the cross entropy.
 
-``arguments`` of a kernel are named as its own (common/triton/permutation.py, cross_entropy.py
-@v2.20; pytorch/triton @v2.9).
+Each function here takes a kernel's arguments as attributes with the kernel's own names
+(common/triton/permutation.py, cross_entropy.py @v2.20; pytorch/triton @v2.9).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COMPUTED: dict[str, Callable[[SimpleNamespace], None]] = {}
 
 
 def _kernel(*names: str) -> Callable[[Callable[[SimpleNamespace], None]], None]:
-    """Enter a function as what the kernels ``names`` compute."""
+    """Register a function as what the kernels of these names compute; its own name is None then."""
 
     def enter(function: Callable[[SimpleNamespace], None]) -> None:
         for name in names:
