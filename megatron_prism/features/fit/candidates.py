@@ -50,6 +50,7 @@ class LineChange:
     def contradicts(self, other: LineChange) -> bool:
         """Return whether both give an option another value."""
         shared = self.options.keys() & other.options.keys()
+        # the same value twice is harmless: the precise optimizer is in two ladders
         return any(self.options[name] != other.options[name] for name in shared)
 
     def words(self, is_recipe: bool) -> list[str]:
@@ -108,6 +109,7 @@ def _has(settings: Mapping[str, str], name: str) -> bool:
 
 def _takes_precise_optimizer(settings: Mapping[str, str]) -> bool:
     """Return whether Megatron's precision-aware optimizer is one for the job."""
+    # Megatron refuses others (optimizer_config.py:430-436 @0.19.0)
     is_adam = settings.get("optimizer", "adam") == "adam"
     return is_adam and _has(settings, "use_distributed_optimizer")
 
@@ -135,8 +137,10 @@ def _offloaded_optimizer(settings: Mapping[str, str], world: World) -> Ladder:
     if _takes_precise_optimizer(settings):
         for number in range(1, _FRACTIONS + 1):
             fraction = number / _FRACTIONS
+            # a job that offloads half gets no step that brings state back to the device
             if fraction > offloaded:
                 options = {
+                    # Megatron refuses offloading without it (arguments.py:1803 @0.19.0)
                     "use-precision-aware-optimizer": "",
                     "optimizer-cpu-offload": "",
                     "optimizer-offload-fraction": f"{fraction:g}",
@@ -147,9 +151,11 @@ def _offloaded_optimizer(settings: Mapping[str, str], world: World) -> Ladder:
 
 def _offloaded_activations(settings: Mapping[str, str], world: World) -> Ladder:
     """Inputs of more and more modules on the host."""
+    # transformer_config.py:1848 and arguments.py:1854 @0.19.0 refuse both
     is_refused = _has(settings, "cpu_offloading") or settings.get("transformer_impl") == "local"
     has_layers_again = settings.get("recompute_granularity") == "full"
     names: tuple[str, ...] = _OFFLOADED
+    # a model without experts has none of their modules
     if settings.get("num_experts", "none").lower() != "none":
         names = _OFFLOADED_OF_EXPERTS + _OFFLOADED
     steps: list[LineChange] = []
@@ -175,6 +181,7 @@ def _recomputed_layers(settings: Mapping[str, str], world: World) -> Ladder:
     recomputed = 0
     if settings.get("recompute_granularity") == "full":
         recomputed = layers_of_chunk
+        # uniform runs every layer again, so nothing is left to add; block only its first layers
         if settings.get("recompute_method") == "block":
             recomputed = int(settings.get("recompute_num_layers", recomputed))
     steps = []
@@ -191,11 +198,13 @@ def _recomputed_layers(settings: Mapping[str, str], world: World) -> Ladder:
 def _numbers_of_virtual_stages(settings: Mapping[str, str], world: World) -> list[int]:
     """Return one virtual stage a rank and twice those of the job, where these divide the layers."""
     num_layers = int(settings.get("num_layers", "0"))
+    # layers placed by hand: their number does not say whether they divide
     if world.pp < 2 or any(settings.get(name, "none") != "none" for name in LAYERS_BY_HAND):
         return []
     numbers = []
     stages_now = world.vpp or 1
     for stages in (1, 2 * stages_now):
+        # a command that Megatron refuses for chunks of unequal length is not worth a capture
         if stages != stages_now and num_layers % (world.pp * stages) == 0:
             numbers.append(stages)
     return numbers
@@ -204,6 +213,7 @@ def _numbers_of_virtual_stages(settings: Mapping[str, str], world: World) -> lis
 def _with_virtual_stages(settings: Mapping[str, str], world: World, stages: int) -> dict[str, str]:
     """Return the option that gives a rank so many stages, the one of two that the job has."""
     by_layers = settings.get("num_layers_per_virtual_pipeline_stage", "none").lower()
+    # Megatron takes only one of both at a time (arguments.py:896 @0.19.0)
     if by_layers == "none":
         return {"num-virtual-stages-per-pipeline-rank": str(stages)}
     layers = int(settings["num_layers"]) // (world.pp * stages)

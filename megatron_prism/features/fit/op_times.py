@@ -39,6 +39,7 @@ def op_times(priced: PricedGraph, rank: int, program: Program) -> OpTimes | None
     if not prices.host or len(timeline.graph.program_list[index]) != len(program):
         return None
     host_ns = prices.lead[index] + prices.host[index]
+    # a host that takes no time would let a rank queue its whole iteration at once
     if not host_ns.any():
         return None
     return OpTimes(

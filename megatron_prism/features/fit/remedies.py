@@ -159,6 +159,7 @@ def remedies(
             candidates.append(dataclasses.replace(remedy, words=words, reserved=reserved))
     worthwhile: list[Remedy] = []
     for remedy in candidates:
+        # tensors may go while the segments stay: the job would run out of memory as before
         if remedy.freed * _LEAST >= before.num_bytes and remedy.reserved > 0:
             worthwhile.append(remedy)
     return tuple(sorted(worthwhile, key=lambda remedy: -remedy.freed))
@@ -209,6 +210,7 @@ def _changes(program: Program, job: Mapping[str, str]) -> Iterator[_Change]:
     if granularity == "full":
         return
     modules: list[str] = []
+    # without --recompute-modules Megatron recomputes core_attn alone
     if granularity == "selective":
         modules = re.findall(r"\w+", values.get("recompute_modules", "core_attn"))
     refused = list(modules)
@@ -219,6 +221,7 @@ def _changes(program: Program, job: Mapping[str, str]) -> Iterator[_Change]:
     is_recipe = "settings" in job
     rows, lives = _rows(program), _Lives.of(program)
     for how in _RECOMPUTATIONS:
+        # an option that the job has already frees nothing more
         if how.module in refused:
             continue
         changed = _recomputed(program, how, rows, lives)
@@ -269,6 +272,7 @@ class _Lives:
         changes = zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
         for event, (storage, size) in enumerate(changes):
             lives = born if size > 0 else gone
+            # a storage that comes twice has no single life that a change could shorten
             if storage in lives:
                 resized.add(storage)
             lives[storage] = event

@@ -35,10 +35,12 @@ from megatron_prism.features.fit.fit import EXPANDABLE, Fit, TriedChange
 if TYPE_CHECKING:
     from rich.console import Console
 
+# each is a whole capture of the job
 _MOST_CAPTURES = 32
 _MOST_PAIRS = 3
 _MOST_ESTIMATES = 2  # changes estimated from the slices that are captured, too
 _LONGEST_REASON = 200
+# torch's excepthook puts the rank in front of each line (distributed_c10d.py @2.13)
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?(?:\w+\.)*\w*(?:Error|Exception): ")
 
 
@@ -68,6 +70,7 @@ class CapturedLine:
         text = "\0".join((*self.words, change.text(self.is_recipe)))
         digest = hashlib.sha1(text.encode()).hexdigest()[:8]
         folder = self.folder / digest
+        # a variable that stayed would change the captures of the next steps, too
         with ProcessChanges() as changes:
             for name, value in change.variables.items():
                 changes.set_item(os.environ, name, value)
@@ -119,6 +122,7 @@ class Trials:
     def of(self, change: LineChange) -> TriedChange | None:
         """Capture and weigh a change; None where the job refuses it."""
         words = change.text(self._line.is_recipe)
+        # ladders and pairs come to the same change again, and a capture is what costs
         if words not in self._tried:
             self._line.console.print(f"prism: the job with {words}")
             self._tried[words] = self._weighed(change, words)
@@ -127,12 +131,14 @@ class Trials:
     def _weighed(self, change: LineChange, words: str) -> TriedChange | None:
         try:
             programs = self._line.capture(change)
+        # refused by Megatron or by the emulation: the user reads why, the other changes go on
         except PrismError as error:
             self.refused[words] = _reason(error.message)
             return None
         changed = self._weigh(programs)
         slower_ns = None
         ns, ns_before = changed.iteration_ns, self._before.iteration_ns
+        # without a price on both sides the change has no cost in time, and none is invented
         if ns is not None and ns_before is not None:
             slower_ns = ns - ns_before
         host_bytes = 0 if changed.host is None else changed.host.rank_bytes
@@ -161,6 +167,7 @@ class Trials:
         if beside is not None:
             steps = list(map(beside.with_change, steps))
         first = self.of(steps[-1])
+        # the last step frees most: where it is not enough, no other has to be captured
         if first is None or not first.fits:
             return first
         # between a step that is not enough (-1: no change) and one that is
@@ -183,6 +190,7 @@ def with_trials(before: Fit, line: CapturedLine, weigh: Callable[[Programs], Fit
         line: of the job.
         weigh: makes a ``Fit`` of slices, within the limit of ``before``.
     """
+    # nothing has to be freed, so no minutes are spent on captures
     if before.steps_fit:
         return before
     trials = Trials(before, line, weigh)
@@ -203,8 +211,10 @@ def with_trials(before: Fit, line: CapturedLine, weigh: Callable[[Programs], Fit
             break
         _add(changes, trials.first_that_fits(ladder), needed_before)
         last = trials.of(ladder.steps[-1])
+        # half of a pair has to free something itself
         if last is not None and last.num_bytes < needed_before:
             of_ladders.append((needed_before - last.num_bytes, ladder))
+    # two changes cost the user more than one: pairs are for jobs that no single one helps
     if not any(change.fits for change in changes.values()):
         of_ladders.sort(key=lambda entry: -entry[0])
         for pair in _pairs(trials, [ladder for _, ladder in of_ladders]):
@@ -215,6 +225,7 @@ def with_trials(before: Fit, line: CapturedLine, weigh: Callable[[Programs], Fit
 
 def _add(changes: dict[str, TriedChange], change: TriedChange | None, needed_before: int) -> None:
     """Add a change that frees memory."""
+    # a change that needs as much as before would only lengthen the user's list
     if change is not None and change.num_bytes < needed_before:
         changes[change.words] = change
 
@@ -227,6 +238,7 @@ def _pairs(trials: Trials, by_freed: Sequence[Ladder]) -> Iterator[TriedChange |
         # two values of one option are no pair
         if whole.contradicts(smaller.steps[-1]):
             continue
+        # the pairs that should free most come first, and each costs several captures
         if num_pairs == _MOST_PAIRS or trials.are_used_up:
             return
         num_pairs += 1
@@ -238,6 +250,7 @@ def _change_of(text: str) -> LineChange:
     values: dict[str, list[str]] = {}
     name = ""
     for word in shlex.split(text):
+        # Megatron's options take several words; a recipe's keys are one word each
         if word.startswith("--"):
             name = word[2:]
             values[name] = []

@@ -87,9 +87,11 @@ def judged(
     placed = hypotheses.confirm_verdict(dumps, verdict, programs)
     named = {culprit.rank for culprit in verdict.culprits}
     shown = [place for place in placed.places if place.rank in named]
+    # thousands of ranks that only wait would bury the place of the culprit
     others = [place for place in placed.places if place.rank not in named]
     shown += others[: _SHOWN - len(shown)]
     calls = {rank: _call(programs, rank, index) for rank, index in sorted(placed.stops.items())}
+    # a command that misses a culprit is no better than the one that the dumps gave
     exact = calls and (named <= calls.keys() or not verdict.stop)
     verdict = dataclasses.replace(
         verdict,
@@ -113,6 +115,7 @@ def _call(programs: Programs, rank: int, index: int) -> str:
     op = ops[first]
 
     # its number among the calls that read the same
+    # a line makes the same call in every layer: only the count names this one
     number = 1
     for earlier in ops[:first]:
         if _breakpoint_key(earlier) == _breakpoint_key(op):
@@ -153,6 +156,7 @@ def diagnose_faults(
             progress(what, part)
 
     with contextlib.ExitStack() as stack:
+        # a folder that may not be replaced is refused before the run, not behind it
         if out is not None:
             export.check_free(Path(out), force)
             stack.enter_context(claimed(out, inside=True))
@@ -164,6 +168,7 @@ def diagnose_faults(
             told("writing the dumps of all ranks")
             export.write(state, out, force=force)
     verdict = diagnose_stall(state, told=lambda part: told("the dumps of all ranks", part))
+    # a slow rank hangs nobody, and a bare `healthy` would hide what it costs
     if state.finished and any(fault.only_time for fault in planned):
         told("replaying both worlds")
         verdict = dataclasses.replace(verdict, tried=(_cost(programs, planted),))
@@ -211,6 +216,7 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
         if r not in ranks
     ]
     evidence = [f"{f.kind} in {f.group}, call #{f.number}: {f.likely}" for f in findings]
+    # a vote without a majority must not name a rank: it may be the healthy one
     if not ranks:
         evidence.append(
             "no majority, among the members or the ranks of their stages, says which "
@@ -294,6 +300,7 @@ def diagnose_stall(
             break
     if healthy is not None and not found.culprits:
         found = hypotheses.explain(DumpSet(dumps), found, healthy)
+    # planted faults: only the dumps may speak, as after a real hang
     if found.culprits or state.faults:
         return found
     graph = world_graph.build(state.programs)

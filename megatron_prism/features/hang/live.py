@@ -43,7 +43,9 @@ _RAS = "localhost:28028"
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HANDLERS = ("dump_nccl_trace_pickle", "fr_trace_json")
 _WAIT_S = 10.0  # for an answer
+# a peer that never closes must not fill the memory of the user's host
 _MAX_BYTES = 1 << 28  # of an answer
+# more digits would be no rank, and Python refuses to convert thousands of them
 _NUMBER = re.compile(r"\d{1,9}")
 _MAX_STACKS = 4  # suspects whose stacks are taken
 _MAX_FRAMES = 6  # of a stack that is shown
@@ -101,9 +103,11 @@ def workers(proc: Path = Path("/proc")) -> dict[int, Worker]:
         worker = _worker(folder)
         if worker is None:
             continue
+        # two jobs on one host both have a rank 0: their address tells them apart
         address = worker.settings.get("MASTER_ADDR")
         port = worker.settings.get("MASTER_PORT")
         workers_of_job = jobs[address, port]
+        # children of a rank (data loaders) inherit its RANK: the rank itself is older
         previous = workers_of_job.get(worker.rank)
         if previous is None or _preference(worker) > _preference(previous):
             workers_of_job[worker.rank] = worker
@@ -144,12 +148,14 @@ def look(ras: str | None = None, proc: Path = Path("/proc")) -> Look:
         proc: Where processes are listed.
     """
     worker_of_rank = workers(proc)
+    # before the recorders are asked: each may take seconds to answer
     when = time.time()
     dumps: dict[int, Dump] = {}
     unreadable: dict[int, str] = {}
     for rank, worker in worker_of_rank.items():
         try:
             dumps |= gather([(rank, _asked(worker))]).dumps
+        # a rank that cannot be asked must not hide the answers of its neighbours
         except (OSError, ValueError, DumpError) as error:
             unreadable[rank] = f"its recorder does not answer: {error}"[:300]
     answer = _ras(worker_of_rank) if ras is None else _recorded_ras(ras)
@@ -169,6 +175,7 @@ def _dump_of_server(worker: Worker, path: str) -> Dump:
     """Ask torch's worker server, which has one handler or the other by its release."""
     for handler in _HANDLERS:
         status, data = _post(path, f"/handler/{handler}")
+        # a release that lacks this handler answers with another status: the next is asked
         if status == 200:
             dump = parse(data, worker.rank, f"the recorder of process {worker.pid}")
             return dataclasses.replace(dump, written_ns=0)
@@ -184,6 +191,7 @@ def _dump_of_pipe(worker: Worker, prefix: str) -> Dump | DumpError:
             break
     file = Path(f"{file_prefix}{worker.rank}")
     earlier_ns = _written_ns(file)
+    # without O_NONBLOCK this would wait for ever where the recorder's thread has ended
     pipe = os.open(f"{prefix}{worker.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
     try:
         os.write(pipe, b"1\n")
@@ -191,6 +199,7 @@ def _dump_of_pipe(worker: Worker, prefix: str) -> Dump | DumpError:
         os.close(pipe)
 
     end = time.monotonic() + _WAIT_S
+    # a file of an earlier time-out has the same name and says nothing of now
     while _written_ns(file) == earlier_ns and time.monotonic() < end:
         time.sleep(0.1)
     if _written_ns(file) == earlier_ns:
@@ -211,6 +220,7 @@ def _post(path: str, target: str) -> tuple[int, bytes]:
         sock.connect(path)
         sock.sendall(f"POST {target} HTTP/1.0\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
         data = _received(sock)
+    # HTTP/1.0: the server closes behind its answer, so no length has to be read
     head, _, body = data.partition(b"\r\n\r\n")
     status = re.match(rb"HTTP/1\.\d (\d{3})", head)
     return (0 if status is None else int(status[1])), body
@@ -269,6 +279,7 @@ def judge(before: Look, after: Look) -> Diagnosis:
     else:
         verdict = _by_ras(before, after)
     culprits = [culprit.rank for culprit in verdict.culprits]
+    # a rank of another host has no dump here because nobody asked it, not because it hangs
     elsewhere = sorted(rank for rank in culprits if rank not in after.found)
     if elsewhere:
         ranks = format_ranks(elsewhere)
@@ -282,6 +293,7 @@ def judge(before: Look, after: Look) -> Diagnosis:
             evidence=(text, *verdict.evidence),
         )
     if verdict.verdict != "healthy":
+        # where nobody is named the candidates' stacks are the best lead that there is
         suspects = [culprit.rank for culprit in verdict.culprits] or verdict.candidates
         suspects_here = [after.found[rank] for rank in suspects if rank in after.found]
         evidence += stacks(suspects_here)
@@ -291,6 +303,7 @@ def judge(before: Look, after: Look) -> Diagnosis:
 def still(before: Look, after: Look) -> bool:
     """Tell whether no rank made a call and no operation was launched between two looks."""
     earlier, later = before.dumps.dumps, after.dumps.dumps
+    # a rank that answered once only has nothing to be compared with
     for rank in earlier.keys() & later.keys():
         if position(earlier[rank]) != position(later[rank]):
             return False
@@ -299,6 +312,7 @@ def still(before: Look, after: Look) -> bool:
 
 def _ras_moved(before: Look, after: Look) -> bool:
     """Tell whether operations were launched between two looks, by RAS."""
+    # one reading alone tells no movement
     if before.ras is None or after.ras is None:
         return False
     return before.ras.counts != after.ras.counts
@@ -323,6 +337,7 @@ def _by_ras(before: Look, after: Look) -> Diagnosis:
     missing = [f"dumps: no recorder on this host can be asked; next time {setting}"]
     for rank, reason in list(after.dumps.unreadable.items())[:_MAX_UNREADABLE]:
         missing.append(f"rank {rank}: {reason}")
+    # RAS alone cannot tell a rank that errs from one that is late, but movement is certain
     if _ras_moved(before, after):
         evidence = ("operations were launched in between",)
         return Diagnosis("healthy", evidence=evidence, missing=tuple(missing))
@@ -346,8 +361,10 @@ def stacks(suspects: list[Worker]) -> Iterator[str]:
         command = [tool, "dump", "--pid", str(worker.pid)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S)
+        # a stack is an extra: the verdict stands without it
         except (OSError, subprocess.SubprocessError):
             continue
+        # py-spy indents frames by four spaces; lines before them name the process and its thread
         frames = [line.strip() for line in done.stdout.splitlines() if line.startswith("    ")]
         if frames:
             yield f"rank {worker.rank} stands in {' < '.join(frames[:_MAX_FRAMES])}"

@@ -86,17 +86,20 @@ class Diagnosis:
         """
         if self.verdict == "healthy":
             return 0
+        # a script that acts on code 1 must not drain a host for a file that was lost
         return 3 if len(self.possibly) == len(self.culprits) else 1
 
     @property
     def possibly(self) -> tuple[Culprit, ...]:
         """Culprits that only left no dump, where a file may be lost or others explain the hang."""
+        # beside a culprit with proof a missing dump is a guess, even in a certain verdict
         lost = tuple(c for c in self.culprits if c.kind == "missing dump")
         return lost if self.confidence == "possible" or len(lost) < len(self.culprits) else ()
 
     def to_json(self) -> dict[str, object]:
         """``prism.diagnosis/1``.  Ranks that possibly are culprits are candidates there."""
         value = {"schema": SCHEMA, **asdict(self)}
+        # who reads culprits alone must not take a lost file for a fault
         if self.possibly:
             named = [asdict(c) for c in self.culprits if c not in self.possibly]
             value |= {"culprits": named, "candidates": [c.rank for c in self.possibly]}
@@ -136,6 +139,7 @@ class Diagnosis:
             ("missing", self.missing),
         ):
             lines += [f"\n{title}:"] * bool(rows) + [f"  {row}" for row in rows]
+        # a job without a fault has no culprit to be confident of
         if self.verdict != "healthy":
             lines.append(f"\nconfidence: {self.confidence}")
         if self.decides:
@@ -154,10 +158,12 @@ class Diagnosis:
             return f"HEALTHY: {moved}"
         where = self.call or "no known call"
         if not self.culprits:
+            # the first thing to know where no rank is named is which ranks are left to look at
             among = f", among {ranks_text(self.candidates)}" if self.candidates else ""
             tail = f"{counted(len(self.victims), 'rank')} waiting, nobody is named"
             return f"{self.verdict.upper()} at {where}{among}; {tail}"
         named = [c for c in self.culprits if c not in self.possibly]
+        # certain and likely verdicts name their culprits without reserve
         unsure = "possibly " * (self.confidence == "possible")
         parts = [_ranks_and_kinds(named, unsure), _ranks_and_kinds(self.possibly, "possibly ")]
         tail = f"{counted(len(self.victims), 'victim')}"
@@ -167,6 +173,7 @@ class Diagnosis:
 def _ranks_and_kinds(culprits: Collection[Culprit], unsure: str) -> str:
     if not culprits:
         return ""
+    # 64 ranks that are stuck alike are one fault: its kind is written once
     kinds = ", ".join(dict.fromkeys(c.kind for c in culprits))
     several = "ranks" if len(culprits) > 1 else "rank"
     return f"{unsure}{several} {format_ranks([c.rank for c in culprits])} ({kinds})"

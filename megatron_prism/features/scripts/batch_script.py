@@ -18,6 +18,7 @@ from typing import Any
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.command_line.launch_line import BATCH, numbers, split_options
 
+# #$ is Grid Engine's, #PJM that of Fujitsu's scheduler
 _DIRECTIVE = re.compile(
     r"^#\s?(SBATCH|PBS|BSUB|PJM|flux:|\$)[ \t]+(.*?)(?:[ \t]#.*)?$", re.MULTILINE
 )
@@ -93,9 +94,11 @@ def allocation(text: str, words: Sequence[str] = ()) -> Allocation:
     nodes = counts.get("nodes")
     ranks = counts.get("ranks")
     per_host = counts.get("per_host")
+    # directives say GPUs of a host, or of the whole job
     gpus = counts.get("gpus") or counts.get("all_gpus", 0) // (nodes or 1) or None
     if ranks is None and nodes:
         ranks = nodes * (per_host or 1)  # of SLURM: a task on each node
+    # --ntasks and --ntasks-per-node leave the number of hosts to SLURM
     if nodes is None and ranks and per_host:
         nodes = -(-ranks // per_host)
     return Allocation(nodes, ranks, per_host, gpus, ", ".join(dict.fromkeys(sources)))
@@ -151,6 +154,7 @@ def manifest_job(text: str) -> tuple[list[str], Allocation, dict[str, str]]:
         command = [
             str(word) for word in (*container.get("command", ()), *container.get("args", ()))
         ]
+        # a RayJob has one line for a shell, the other kinds have words
         if "entrypoint" in container:
             command = ["bash", "-c", str(container["entrypoint"])]
         settings = {
@@ -208,6 +212,7 @@ def _numbers(node: Any, names: Collection[str]) -> Iterator[int]:
             yield from _numbers(item, names)
     elif isinstance(node, dict):
         for name, value in node.items():
+            # a template of Helm or kustomize may still have a placeholder here
             if name in names and str(value).isdigit():
                 yield int(value)
             yield from _numbers(value, names)
@@ -238,6 +243,7 @@ def variables(alloc: Allocation, hosts_file: str, folder: str) -> dict[str, str]
         "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE": alloc.gpus,
         "SLURM_GPUS": (alloc.gpus or 0) * (alloc.nodes or 1) or None,
     }
+    # what no directive settles stays unset, so that the user is asked instead of guessed for
     for names, count in counts.items():
         if count is not None:
             settings |= dict.fromkeys(names.split(), str(count))
@@ -259,6 +265,7 @@ def sourced(text: str, folder: Path) -> str:
     texts = list[str]()
     for word in words:
         name = re.sub(r".*[)}]/|[\"']", "", word)  # "$(dirname "$0")/job.env"
+        # a name with a variable in it is known only to a run of the script
         if not re.fullmatch(r"[\w./-]{1,200}", name):
             continue
         for place in (folder, Path(".")):
@@ -292,10 +299,12 @@ def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str
     """Variables of the size of the job that the script reads, and that neither it, ``settings``
     (files that it sources) nor ``known`` sets.
     """
+    # what a comment mentions (another cluster's line, a usage) must not be asked for
     without_comments = re.sub(r"(^|\s)#.*", "", text)
     settled = set(known)
     assigned = re.findall(r"(?:^|[\s;(])([A-Z_][A-Z0-9_]*)\+?=", f"{without_comments}\n{settings}")
     settled.update(assigned)
+    # `read NNODES < FILE` sets a variable without an equals sign
     for names in re.findall(r"\bread\b([^\n;|]*)", without_comments):
         settled.update(names.split())
     for name, default in READ.findall(text):
