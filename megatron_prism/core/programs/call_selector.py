@@ -23,6 +23,7 @@ _KEYS = {**_FIELDS, "iteration": "iteration", "microbatch": "microbatch"}
 _NUMBERS = ("iteration", "microbatch", "chunk", "nth")
 _PHASE_OF = {letter: phase for phase, letter in PHASES.items()}
 _RANKS = re.compile(r"\d+(-\d+(:\d+)?)?|any(:\d+)?")
+# a number of GPUs to a node may follow: node=2/4
 _HOSTS = re.compile(r"(node|rail)=[0-9]{1,9}(/[1-9][0-9]{0,4})?")
 _FIX = "1B2 all_reduce group=tp nth=3, as prism show prints calls"
 
@@ -66,6 +67,7 @@ class CallSelector:
         fields: dict[str, str] = {}
         for word in text.replace(",", " ").split():
             for field, value in _read(word, fields, subject):
+                # the later of two values would silently win, and a fault hit another call
                 if field in fields and field != "rank":
                     raise UsageError(f"{subject}: {field} is named twice", fix=_FIX)
                 # several words for ranks are one set of ranks
@@ -98,6 +100,7 @@ class CallSelector:
         if call.phase:
             chunk = max(chunk, 0)
         return (
+            # programs are one iteration without a number: a condition on it must not exclude them
             (self.iteration in (None, call.iteration) or call.iteration < 0)
             and self.microbatch in (None, call.microbatch)
             and self.chunk in (None, chunk)
@@ -142,6 +145,7 @@ def _read(word: str, fields: Mapping[str, str], subject: str) -> list[tuple[str,
     # a whole description of a group
     if re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
         return [("group", word)]
+    # a hint to another key would select calls of any layer
     if key == "layer":
         message = f"{subject}: calls do not say of which layer they are"
         raise UsageError(message, fix="nth=N counts them, site=REGEX is their line")
@@ -157,9 +161,11 @@ def _check(fields: Mapping[str, str], subject: str) -> None:
     op = fields.get("op", "")
     phase = fields.get("phase", "")
     ranks = fields.get("rank", "")
+    # nth=0 would become -1, which no call ever reaches: a breakpoint that never stops
     is_zeroth = "nth" in fields and not fields["nth"].strip("0")
     fault_of_pattern = ""
     try:
+        # else a traceback of `re` when the first call is looked at
         re.compile(fields.get("site", ""))
     except re.error as error:
         fault_of_pattern = str(error)

@@ -44,6 +44,7 @@ def calls_of_buckets(program: Program, name: str) -> np.ndarray:
 
 def is_sharded(program: Program) -> bool:
     """Say whether replicas share the parameters out, so that each updates a part of them."""
+    # without a distributed optimizer the gradients of a bucket are all-reduced
     return bool(calls_of_buckets(program, "reduce_scatter").any())
 
 

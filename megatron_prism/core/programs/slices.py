@@ -62,6 +62,7 @@ def of_ranks(source: Mapping[str, str]) -> dict[str, dict[int, str]]:
     """Key of a source -> rank -> what it says of the rank's own host or GPU."""
     texts = dict[str, dict[int, str]]()
     for key in OF_RANKS:
+        # slices of earlier releases lack some of these keys
         if key in source:
             texts[key] = {int(rank): text for rank, text in _OF_RANK.findall(source[key])}
     return texts
@@ -134,6 +135,7 @@ class SliceStore:
             try:
                 self.check(load(self.path(rank)), self.path(rank))
             except ProgramError as error:
+                # the advice to delete a slice must not cost the user a good one
                 if isinstance(error.__cause__, PermissionError):
                     raise  # it may be a good one
                 fix = f"delete {self.path(rank)}: it is captured again"
@@ -142,6 +144,7 @@ class SliceStore:
     @contextlib.contextmanager
     def writing(self, force: bool) -> Iterator[None]:
         """The folder as ``prepare`` makes it, and no other run's meanwhile."""
+        # two captures into one folder would mix slices of two jobs
         with claimed(self.folder, inside=True):
             self.prepare(force)
             yield
@@ -191,6 +194,7 @@ class SliceStore:
 
     def put(self, program: Program, groups: Groups | None = None) -> None:
         """Keep a finished slice, and the groups that do not follow from the sizes of the world."""
+        # a slice is a world's file with one program: one format, one reader
         stand_ins = np.zeros(self.world.size, dtype=np.int32)  # the one program, for all ranks
         programs = Programs(self.world, (program,), stand_ins, groups or {}, self.source)
         (self.folder / WORLD).unlink(missing_ok=True)  # it was made without this slice
@@ -215,6 +219,7 @@ def _is_of_rank(name: str) -> bool:
 def _instead(folder: Path) -> str:
     """What to type for a folder without slices: it may be another command's."""
     names = {path.name for path in folder.iterdir()}
+    # the folders of three commands look alike to a user: each gets the line that helps
     if {"recipe.json", "summary.json"} <= names:  # prism emulate -o
         return f"what prism emulate wrote has no programs: prism capture RECIPE -o {folder}-slices"
     if any(_DUMP.search(name) for name in names):

@@ -126,6 +126,7 @@ class Calls(Sequence[Entry]):
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Calls:
         """Turn entries into columns; what are columns already stays as it is."""
+        # millions of entries must not be made only to be taken apart again
         if isinstance(entries, Calls):
             return entries
         index_of_part: dict[CallPart, int] = {}
@@ -189,6 +190,7 @@ class Calls(Sequence[Entry]):
         return Entry._make((record, *part[:3], seq, calls, *part[3:], created_ns))
 
     def __iter__(self) -> Iterator[Entry]:
+        # calls outnumber parts by far: a part is cut once, not for each call
         heads = [part[:3] for part in self.parts]
         tails = [part[3:] for part in self.parts]
         columns = (self.part, self.record, self.seq, self.calls, self.created_ns)
@@ -215,6 +217,7 @@ class Calls(Sequence[Entry]):
         Raises:
             ValueError: It is not among these.
         """
+        # columns first: an Entry for each of a million calls would be made to be dropped
         is_like = (self.record == entry.record) & (self.seq == entry.seq)
         for place in np.flatnonzero(is_like).tolist():
             if self[place] == entry:
@@ -257,6 +260,7 @@ class Calls(Sequence[Entry]):
         """Return the calls with other parts: place -> its new part."""
         if not changed:
             return self
+        # columns are shared with other sequences, which must not change
         part = self.part.copy()
         part[list(changed)] = np.arange(len(changed)) + len(self.parts)
         return self._with_new_parts(part, (*self.parts, *changed.values()))

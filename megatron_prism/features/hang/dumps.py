@@ -361,6 +361,7 @@ def load(rank: int, file: Path) -> Dump | DumpError:
 def _named_otherwise(dump: Dump) -> int:
     """Its rank, or where that is no rank of its groups, such as a port, the one in all of them."""
     groups = [set(group.ranks) for group in dump.groups.values() if group.ranks]
+    # a dump whose name has a rank of its groups is believed; `_is_of` checks it
     if not groups or dump.rank in set.union(*groups):
         return dump.rank
     own = set.intersection(*groups)
@@ -371,12 +372,14 @@ def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
     """The set of (rank, dump or why there is none), ranks ascending.  DumpError as ``read``."""
     dumps, broken = {}, {}
     for rank, found in loaded:
+        # a file that tries to run code is an attack: its neighbours are not trusted either
         if isinstance(found, HostileError):
             raise found
         if isinstance(found, DumpError):
             broken[rank] = found.message
         else:
             _is_of(found)
+            # dumps of two hangs in one folder would be judged as one
             if found.rank in dumps:
                 raise DumpError(
                     f"two files are of rank {found.rank}",
@@ -474,9 +477,11 @@ def rank_of_name(name: str) -> int | None:
 
 def _instead(paths: list[Path]) -> str:
     """What to do about a folder in which no file is a dump."""
+    # the name hides the rank, and `no dumps` would send the user to the recorder's settings
     if any(_PACKED.search(path.name) for path in paths):
         return "unpack the files: gunzip, unzstd or tar xf"
     inside = [p for p in paths if os.access(p, os.R_OK | os.X_OK) and has_dumps(p)]
+    # a job may write a folder per node: name it, and not only refuse
     if len(inside) < 2:
         return f"name its folder {inside[0]}" if inside else FIX
     several = ", ".join(str(p) for p in inside[:4]) + (" …" if len(inside) > 4 else "")
@@ -485,10 +490,12 @@ def _instead(paths: list[Path]) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
+        # a checkpoint in the folder must not be read into memory as a dump
         if path.stat().st_size > _LIMIT:
             raise DumpError(f"{path} has more than {_LIMIT >> 20} MiB: no dump of one rank")
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
+            # a packed file of some KB may hold gigabytes: it is cut at the limit
             data = zlib.decompressobj(31).decompress(data, _LIMIT)
         if data[:5] == b"HTTP/":  # what curl -i saved of torch's worker server
             data = data.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
