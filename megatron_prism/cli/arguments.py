@@ -69,6 +69,7 @@ def number(example: str) -> Reader:
 
     def reader(text: str) -> float:
         try:
+            # nan and inf are floats to Python and would spread through the whole answer
             if math.isfinite(value := float(text)):
                 return value
         except ValueError:

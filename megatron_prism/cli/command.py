@@ -193,6 +193,7 @@ def make_parser(name: str, command: Command) -> CommandParser:
         prog=f"prism {name}",
         description=inspect.getdoc(command.function),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # ``main._parse`` takes ``--seq-length=4096`` as a setting: a prefix of ours must not
         allow_abbrev=False,
     )
     shared = (CSV, FORCE, JSON) if command.takes_common else ()

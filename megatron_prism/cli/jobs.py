@@ -32,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
         from megatron_prism.emulate.command_line import options as flags
 
         flags.add_flags(make_parser("run", COMMANDS["run"])).print_help()
+        # help that was asked for is an answer; in place of a line it is bad usage
         return 0 if argv else 2
     from megatron_prism.emulate.rank import launch
 
@@ -53,6 +54,7 @@ def emulate(args: argparse.Namespace) -> Answer:
         out = Path(recipe.prism.out)
     from megatron_prism.emulate.jobs import recipe_job
 
+    # with --json stdout is one JSON value, so the lines about ranks go to stderr
     result = recipe_job.emulate(
         recipe, out, force=args.force, console=console(stderr=args.json), verbose=args.verbose
     )

@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unexpected(error: Exception, words: list[str]) -> int:
     """Return the exit status of a mistake of prism; an error of a script is raised again."""
+    # the traceback of a training script is what its user needs
     if words[:1] == ["run"]:
         raise error
     return last_resort(error, f"prism {' '.join(words)}")
@@ -81,6 +82,7 @@ def _unexpected(error: Exception, words: list[str]) -> int:
 
 def _ended_by(error: BaseException | None) -> int | None:
     """Return the exit status of the signal in whose unwinding the error came up; else None."""
+    # an error while cleaning up would hide from a scheduler that a signal ended the command
     while (error := error and error.__context__) is not None:
         if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
             return error.code
@@ -322,6 +324,7 @@ def _version() -> str:
     core = "no megatron-core" if release == UNKNOWN else f"megatron-core {release}"
     try:
         torch = f"torch {metadata.version('torch')}"
+    # commands that read slices work without torch
     except metadata.PackageNotFoundError:
         torch = "no torch"
     return f"prism {megatron_prism.__version__} ({core}, {torch})"

@@ -36,6 +36,7 @@ def prepare() -> None:
     """An ASCII terminal gets ? for …, and closed streams (``>&-``) swallow what is printed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        # Python makes None of a closed stream, and None cannot be flushed at the end
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):

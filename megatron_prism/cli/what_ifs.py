@@ -131,6 +131,7 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
             warnings.simplefilter("ignore")  # of packages that Megatron would rather have
             from megatron_prism.emulate import schedule
     except ModuleNotFoundError as error:
+        # another missing module is no missing Megatron: the advice below would be wrong
         if (error.name or "").partition(".")[0] not in ("megatron", "torch"):
             raise
         message = f"the order of microbatches is Megatron's, and there is no {error.name} here"

@@ -57,6 +57,7 @@ def compare(args: argparse.Namespace) -> Answer:
     # files of other kinds: a feature compares them
     answer = answer_about_files("compare", args, paths, words)
     if answer is not None:
+        # left out silently, a price would seem to be part of the answer
         if args.price is not None:
             raise UsageError(
                 "--price is of two jobs that train", fix="prism compare A B --price 2.5"
@@ -71,6 +72,7 @@ def _jobs(args: argparse.Namespace, paths: list[str], words: list[list[str]]) ->
     from megatron_prism.features.compare.compare import compare as compare_jobs
     from megatron_prism.replay.priced_graph import PricedGraph
 
+    # several snapshots of one process were answered before: of jobs there are two sides alone
     if len(paths) > 2:
         raise UsageError(f"{len(paths)} jobs are too many to compare", fix="prism compare A B")
     machine, calibration = args.machine, args.calibration
@@ -85,6 +87,7 @@ def _jobs(args: argparse.Namespace, paths: list[str], words: list[list[str]]) ->
     def page() -> None:
         print(comparison.to_text(), end="")
         programs = b.graph.programs if isinstance(b, PricedGraph) else b
+        # a report of memory is of no machine
         if isinstance(programs, Programs):
             print(what_ifs.machine_note(programs, machine), end="")
 

@@ -135,6 +135,7 @@ class Comparison:
         """Whether nothing differs."""
         parts = (*self.times, *self.kinds)
         has_unequal_part = any(part.a != part.b for part in parts)
+        # worlds of other sizes have no ops to compare; a size is among the settings then
         return not self.settings and not self.first and not has_unequal_part
 
     def to_rows(self) -> list[dict[str, object]]:
@@ -253,6 +254,7 @@ def _jobs(
     untimed = ""
     try:
         graphs = [graph for graph in map(priced, jobs) if graph is not None]
+    # a job whose calls do not fit has no times, but its memory and settings still compare
     except PrismError as error:
         untimed = error.message
     # a report of memory is priced as None

@@ -49,6 +49,7 @@ def token_cost(
     uncertain_costs: list[UncertainTime] = []
     for timeline, estimate, price in zip(timelines, estimates, prices, strict=True):
         programs = timeline.graph.programs
+        # the price is that of one GPU's hour, so it buys one GPU's share of the tokens
         tokens_of_gpu = tokens_of(programs) / programs.world.size
         uncertain_costs.append(estimate.scaled(price / tokens_of_gpu))
     uncertain_a, uncertain_b = uncertain_costs

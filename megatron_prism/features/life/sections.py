@@ -54,6 +54,7 @@ class LifeSection:
         classes: dict[str, object] = {}
         for name, life in self._lives.items():
             parts: dict[str, int | None] = dict(life.peaks)
+            # a part that did not run is no part of 0 bytes
             parts.update(dict.fromkeys(life.not_run))
             assumed = {part: _assumption(part) for part in life.assumed}
             classes[name] = {"parts": parts, "decides": life.decides, "assumed": assumed}
@@ -82,6 +83,7 @@ class LifeSection:
         """Return the classes of which a part beside the steps exceeds the limit in any case."""
         places = {}
         for name, life in self._lives.items():
+            # the steps have prism fit's own verdict
             if life.decides != STEADY and life.least_needed > self._limit:
                 size = format_bytes(life.least_needed)
                 text = f"runs out in {words_of(life.decides)}, which needs {size} at least"

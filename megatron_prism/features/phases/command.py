@@ -41,8 +41,10 @@ def phases(args: argparse.Namespace) -> Answer:
 
     steps = read_steps(args.file)
     limit = limit_of(args.limit, args.headroom)
+    # the verdict is about a limit: without one no phase could fail
     if limit is None:
         raise UsageError("how much memory has a GPU?", fix="--limit 80GB")
+    # slices of some stages answer for these; the ranks without one are named
     programs = open_programs(args.programs, partial=True)
     warn_absent(programs)
     device = None if args.device == "none" else args.device

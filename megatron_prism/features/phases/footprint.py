@@ -46,6 +46,7 @@ class Footprint:
         """
         state = _behind_iteration(self.program, self.settings)
         for storage, part in _parts_of_storages(self.program).items():
+            # what the iteration has freed itself is not freed a second time
             if part in parts and storage in state.live:
                 state.free(storage)
         state.release()

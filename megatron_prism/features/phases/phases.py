@@ -164,10 +164,12 @@ class _Residence:
     def take(self, step: Step) -> int:
         """Run a phase; return its peak."""
         if isinstance(step, Train):
+            # an iteration takes its cache again, whatever an earlier phase gave back
             self.segments, self.outside = self._held.segments, self._held.outside
             return self.device
         if isinstance(step, Offload):
             peak = self.device
+            # in this model offloading takes no device memory of its own: the peak was there before
             self._offload(step)
             return peak
         if isinstance(step, Reload):
@@ -176,6 +178,7 @@ class _Residence:
 
     def _offload(self, step: Offload) -> None:
         held = self._held
+        # NCCL's buffers lie outside of the allocator, so neither way of offloading frees them
         if step.ends_groups:
             self.outside -= held.communicators
         if step.how == COPIES:
@@ -205,13 +208,17 @@ class _Residence:
                     if part != GRADIENTS:
                         self.training_host -= held.part_bytes[part]
         self._out = tuple(part for part in self._out if part not in step.parts)
+        # the file does not say when destroyed groups are made again: the earliest is taken, so that
+        # no later peak lacks them
         self.outside = held.outside
         return self.device
 
     def _generate(self, step: Generate) -> int:
+        # weights that slept on the host are on the device while the engine generates
         self.engine = step.num_bytes
         self.engine_host = 0
         peak = self.device
+        # both levels discard the cache; level 1 alone keeps weights, and keeps them on the host
         if step.sleep:
             self.engine = step.stays
         if step.sleep == 1:

@@ -132,6 +132,7 @@ def _offload(value: object) -> Offload:
     if how not in (SAVER, COPIES):
         raise UsageError(f"nothing offloads with {how}", fix=f"{SAVER} or {COPIES}")
     parts = _parts(value.get("parts"))
+    # it copies whole segments, which have blocks of several parts
     if how == SAVER and parts != PARTS:
         raise UsageError(f"{SAVER} knows no parts", fix=f"with: {COPIES}")
     return Offload(how, parts, bool(value.get("destroy_groups", False)))
@@ -166,6 +167,7 @@ def _generate(value: object) -> Generate:
 
 def _num_bytes(value: object, key: str) -> int:
     """Read a size: a number of bytes, or 60GiB."""
+    # true is a number to Python: it would be 1 byte
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if not isinstance(value, str):
@@ -179,6 +181,7 @@ def _check_order(steps: list[Step]) -> None:
     is_saved = False  # with all else of the allocator
     for step in steps:
         if isinstance(step, Offload):
+            # a second one would count from the whole process again and forget what is out
             if out:
                 raise UsageError("two phases offload without a reload between", fix="reload")
             out = set(step.parts)
@@ -189,6 +192,7 @@ def _check_order(steps: list[Step]) -> None:
             if is_saved and step.parts != PARTS:
                 raise UsageError(f"{SAVER} knows no parts", fix="reload alone")
             out -= set(step.parts)
+        # the real step would fail, where its peak here is that of a whole process
         elif isinstance(step, Train) and out:
             missing = ", ".join(sorted(out))
             raise UsageError(f"a phase trains with {missing} on the host", fix="reload before it")

@@ -45,6 +45,7 @@ def ms(ns: float | None) -> str:
 def _change(ns: float) -> str:
     """Write a change of a time with its sign."""
     text = ms(ns)
+    # a change below the last digit has no sign
     if text == "-0.0 ms":
         return "0.0 ms"
     return f"+{text}" if ns > 0 else text
@@ -59,11 +60,13 @@ def show(result: Prediction, verbose: bool) -> None:
     _show_head(result)
     steady_ns, over = result.steady, "over that"
     if result.inputs is not None:
+        # with other inputs in each step the captured iteration is no measure
         over = "over the median step"
         steady_ns = result.inputs.median_ns
     rows = [_quantile_row(quantile, steady_ns) for quantile in result.quantiles]
     print_table(("iteration", "", over, "95 % interval of the draws"), rows)
     for quantile in result.quantiles:
+        # with too few draws for p95 nothing can be said of what moves it
         if quantile.level == 0.95 and quantile.ns is not None:
             console().print("\nwhat moves p95")
             print_table(("if", "p95", "change"), _what_if_rows(result, quantile.ns))
@@ -72,6 +75,7 @@ def show(result: Prediction, verbose: bool) -> None:
     print(*folded(f"spreads: {result.source}"), sep="\n")
     print(*folded(f"calls: {result.calls}"), sep="\n")
     durations = list(result.durations)
+    # without what stands in parentheses several are alike
     if not verbose:
         durations = list(dict.fromkeys(text.partition(" (")[0] for text in durations))
     for number, text in enumerate(durations):
@@ -115,6 +119,7 @@ def _what_if_rows(result: Prediction, p95_ns: float) -> list[Row]:
     rows: list[Row] = []
     for part, ns in sorted(result.halved.items(), key=lambda item: item[1]):
         spread = getattr(result.variability, part)
+        # half of no spread changes nothing
         if spread:
             change = ns - result.halved_from
             rows.append(

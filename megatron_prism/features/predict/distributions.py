@@ -62,6 +62,7 @@ def quantile(times: np.ndarray, level: float) -> Quantile:
     """
     count = len(times)
     needed_count = needed(level)
+    # a quantile that rests on a few draws would look as sure as the others
     if count < needed_count:
         return Quantile(level, None, None, None, needed_count)
     chance_of_at_most = _binomial(count, level)
@@ -172,6 +173,7 @@ def fit(samples: Iterable[float], what: str = "the duration", enough: int = ENOU
     values = np.sort(np.asarray(list(samples), dtype=np.float64))
     _check_samples(values, what)
     count = len(values)
+    # without a spread neither a gamma's shape nor a distance is defined
     if values[0] == values[-1]:
         logarithm = math.log(values[0])
         return Distribution("lognormal", (logarithm, 0.0), count, 0.0, "all samples equal")

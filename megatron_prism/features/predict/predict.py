@@ -133,6 +133,7 @@ def _variability(asked: VariabilityLike, programs: Programs) -> Variability:
     """Return spreads; without a wish what the slices say, if their iterations were timed."""
     if isinstance(asked, Variability):
         return asked
+    # times of the job itself say more of it than published ones of other machines
     if asked == "fitted" or (asked is None and is_timed(programs)):
         return fitted(programs, shipped("public"))
     return shipped(asked or "public")
@@ -210,6 +211,7 @@ def predict(
 
     # a slow rank is one of the first replica, which is drawn again
     slow: dict[int, float] = {}
+    # a job of one replica has no others: 0
     other_replicas = times_of_replica[: plan.samples_of_slow, 1:].max(axis=1, initial=0)
     for index in plan.slow_classes:
         drawn = draws.draw(
@@ -330,6 +332,7 @@ def _plan(
     visits_of_draw = max(1, len(sampler.paths.lasts))
     affordable_draws = int(min(_MAX_DRAWS, _MAX_NODES / visits_of_draw))
     samples = asked_samples
+    # an iteration has a draw of each replica, so a job of many gets fewer iterations
     if not samples:
         samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, affordable_draws // sampler.replicas))
     if samples < FEWEST:

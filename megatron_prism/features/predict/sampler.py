@@ -508,6 +508,7 @@ class Sampler:
         other.seed = _SEED_OF_STEP * (number + 1) + self.seed
         dag = self.timeline.dag
         other.paths = with_durations(self.paths.structure, dag, durations)
+        # that of this sampler has the draws of another seed
         other._table = _NO_TABLE
         return other
 
@@ -577,6 +578,7 @@ class Sampler:
         for index, members in enumerate(self.members):
             rng = np.random.default_rng([self.seed, replica, index])
             others = members
+            # one member is the slow one, the others vary as before
             if index in slow:
                 factors[index] = slow[index] * np.interp(largest(rng, 1, (count,)), *curve)
                 others -= 1
@@ -601,10 +603,12 @@ class Sampler:
         shapes = self.shapes(spread)
         ends = np.array([-8.0, 8.0])  # scores beyond which nothing is drawn
         varies = np.array([float(np.ptp(shape.at(ends))) > 0 for shape in shapes])
+        # a what-if that leaves the shapes alone keeps the draws: what it changes is its own effect
         if self._table.shapes != shapes:
             rng = np.random.default_rng([self.seed, _TABLE])
             factors: list[np.ndarray] = []
             for shape, shape_varies in zip(shapes, varies.tolist(), strict=True):
+                # what does not vary stays 1 exactly, so that a draw without variation is the replay
                 if shape_varies:
                     factors.append(shape.at(rng.standard_normal((ROWS, LANES))))
                 else:
@@ -623,6 +627,7 @@ class Sampler:
 
     def _crosses(self, kind: CallKind) -> bool:
         """Tell whether a group has members in several replicas."""
+        # stages that send to each other are of one replica
         if kind.is_pair or self.replicas == 1:
             return False
         world = self.graph.programs.world

@@ -369,6 +369,7 @@ def fitted(programs: Programs, defaults: Variability) -> Variability:
 
     # hosts
     hosts = _host_factors(timed)
+    # to fewer nothing can be fitted: the spread of the defaults stays
     if len(hosts) >= FEWEST:
         shapes["host"] = _centred(fit(hosts, "a host's factor", _ENOUGH_ITERATIONS))
 
@@ -382,6 +383,7 @@ def fitted(programs: Programs, defaults: Variability) -> Variability:
         f"gpu: {gpu.source}); {left}: {defaults.name}"
     )
     waiting_share = 1 - float(np.mean([device.share for device in devices]))
+    # a smaller share would be written as 0 %
     if waiting_share > 0.005:
         percent = f"{100 * waiting_share:.0f} %"
         source += f"; without {percent} of the time, in which the device waits for the host"
@@ -440,6 +442,7 @@ def _device(program: Program) -> _Device:
     # of a segment without the host's time nothing tells otherwise; both times are rounded
     is_own = (host < 0) | (ns + 1 >= (1 - _WAITS) * typical)
     is_own &= typical > 0
+    # the device waits for its host in every segment: no time is its own
     if not is_own.any():
         nowhere = np.zeros(program.samples.shape, bool)
         return _Device(program, program.samples, is_own, nowhere, 0.0)
@@ -516,6 +519,7 @@ class _GpuSpread:
 def _between_gpus(programs: Programs, own: Sequence[_Device], other: Variability) -> _GpuSpread:
     """Find the spread between GPUs, by segments that none of the ranks waits in."""
     ranks = programs.world.size
+    # a spread on top of these would count the difference between GPUs twice
     if len(programs.programs) == ranks == len(_timed(programs)):
         return _GpuSpread(0.0, "every rank has times of its own")
     # ranks whose programs have the same ops compute the same

@@ -107,6 +107,7 @@ class Attempts:
             self._variables += asked
             self.run = self._with_values(asked, lambda _: "1")
             return True
+        # all that may lack was given: it ends for another reason
         if self._looks:
             return False
         # what it looks for counts as there, and what it asks Python is answered with yes
@@ -207,6 +208,7 @@ class Attempts:
         """Return the variables with which the script starts another job."""
         if not names or self._starts(job, names):
             return []
+        # each one takes a run of the script: of many variables all are asked for
         if len(names) == 1 or len(names) > _MOST_TRIED:
             return list(names)
         return [name for name in names if not self._starts(job, [name])]

@@ -157,6 +157,7 @@ def manifest_job(text: str) -> tuple[list[str], Allocation, dict[str, str]]:
         # a RayJob has one line for a shell, the other kinds have words
         if "entrypoint" in container:
             command = ["bash", "-c", str(container["entrypoint"])]
+        # ``valueFrom`` names a secret or a field that the cluster alone knows
         settings = {
             variable["name"]: str(variable["value"])
             for variable in container.get("env", ())
@@ -285,6 +286,7 @@ def sourced_by_run(scratch: Path) -> str:
     names = scratch / "sourced"
     if names.is_file():
         for name in dict.fromkeys(names.read_text(errors="replace").splitlines()):
+            # a file may be gone by now, as that of ``source <(…)``
             with contextlib.suppress(OSError):
                 texts.append(Path(name).read_text(errors="replace"))
     return "\n".join(texts)
@@ -308,6 +310,8 @@ def unknown(text: str, known: Mapping[str, str], settings: str = "") -> list[str
     for names in re.findall(r"\bread\b([^\n;|]*)", without_comments):
         settled.update(names.split())
     for name, default in READ.findall(text):
+        # the script itself says what it takes without it (``:-4``); of ``:?`` Bash says in a run
+        # that it lacks, and an attempt gives it
         if default:
             settled.add(name)
     read = dict.fromkeys(name for name, _ in READ.findall(without_comments))

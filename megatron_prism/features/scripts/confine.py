@@ -41,17 +41,21 @@ def confine(scratch: Path, folder: Path) -> None:
         return result
 
     version = _version()
+    # a kernel refuses a ruleset with rights that it does not know: EINVAL,
+    # landlock_create_ruleset(2)
     known = _ALL_WRITES if version >= 3 else _ALL_WRITES & ~_TRUNCATE
     handled = struct.pack("QQ", known, _CONNECT)[: 16 if version >= 4 else 8]
     rules = call(_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
     allowed = (
         (scratch, known),
         (folder, _WRITE_FILE | _MAKE_DIR | _MAKE_REG),
+        # scripts redirect to /dev/null
         (Path("/dev"), known & (_WRITE_FILE | _TRUNCATE)),
     )
     for place, rights in allowed:
         fd = os.open(place, os.O_PATH)  # type: ignore[attr-defined,unused-ignore]
         call(_ADD, rules, 1, struct.pack("=Qi", rights, fd), 0)
         os.close(fd)
+    # a process without privileges may not restrict itself before: EPERM, landlock_restrict_self(2)
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     call(_RESTRICT, rules, 0)

@@ -95,12 +95,14 @@ def answer(name: str, words: list[str]) -> int:
 
     if name in _PRINTED:
         print("\n".join(_PRINTED[name](words)))
+    # no log is written, but what stands behind in the pipe gets its lines
     elif name == "tee":
         shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer)
     elif name == "mkdir":
         _make_folders(words)
     elif name in _LISTS:
         return _list_files(name, words)
+    # what only reads does no harm, and its answer may be part of the line
     elif name == "git" and _GIT_READS & set(words):
         real_git = shutil.which("git", path=os.environ["PRISM_DRY_PATH"]) or "true"
         return subprocess.run([real_git, *words]).returncode
@@ -221,6 +223,7 @@ def _report_job(line: Sequence[str], text: str = "") -> None:
     # renamed when it is complete: the reader waits for the file
     (DRY / "job.part").write_text(json.dumps(job))
     (DRY / "job.part").rename(DRY / "job")
+    # behind its job the script must not run on: the reader stops all of it within this time
     time.sleep(30)
 
 
@@ -248,9 +251,11 @@ def script_words(shell: Sequence[str]) -> list[str]:
     name, *words = shell
     if Path(name).name not in SUBMIT:
         return words
+    # its command stands on its own line: there is no script
     if Path(name).name == "salloc":
         return ["-c", shlex.join(split_options(BATCH, words)[1])]
     for index, word in enumerate(words):
+        # sbatch makes a script of this text
         if word.startswith("--wrap="):
             return ["-c", word.partition("=")[2]]
         if os.path.isfile(word):

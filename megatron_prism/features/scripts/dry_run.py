@@ -131,6 +131,7 @@ def dry_run(
         environment["PRISM_DRY_SCRIPT"] = options.python
         environment["PRISM_DRY_FILE"] = script.file
         environment["PRISM_DRY_HOME"] = os.getcwd()
+        # no folder is foreign then: without a home it is ``/``
         if options.writes:
             environment["PRISM_DRY_HOME"] = ""
 
@@ -228,6 +229,7 @@ def _find_script(shell: Sequence[str], given: Mapping[str, str], text: str) -> _
     title = shlex.join(shell)[:60]
     if is_here:
         title = file
+        # Bash would name a command that ends with an unseen character
         if b"\r\n" in Path(file).read_bytes():
             raise UsageError(
                 f"{file} has line ends of Windows, which Bash takes for parts of words",
@@ -375,6 +377,7 @@ def _environment(scratch: Path, known: Mapping[str, str], hosts: list[str]) -> d
 
 def _paths_from_here(line: Sequence[str], folder: str) -> list[str]:
     """Change the Python files of ``line``, which are named from ``folder``, to paths from here."""
+    # the script may have changed its folder before the job, which prism starts from here
     if Path(folder) == Path.cwd():
         return list(line)
     words = []

@@ -72,6 +72,7 @@ class Execution:
                         raise self._no_job(ended)
                     time.sleep(0.02)
         finally:
+            # all of its group may have ended
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -94,9 +95,11 @@ class Execution:
             return subprocess.Popen(
                 self.words,
                 env={**self.environment, "PRISM_DRY_GPUS": str(gpus)},
+                # a script that asks its user ends, where it would wait until the limit
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
+                # what it leaves in the background is stopped with it
                 start_new_session=True,
                 preexec_fn=prepare,
             )

@@ -86,6 +86,7 @@ def batches_of_file(
     settings = job_settings.of_source(programs.source)
     samples_per_microbatch = int(settings.get("micro_batch_size", "1"))
     dp = programs.world.dp
+    # the index of a data set, which Megatron itself shuffles and packs
     if os.fspath(path).endswith(".idx"):
         seed_of_job = settings.get("seed", DataJob.seed)
         split = settings.get("split", DataJob.split)
@@ -302,6 +303,7 @@ def _lines_of_memory(memory: RunMemory, iterations: int) -> list[str]:
         f"{memory.iteration + 1}, whose longest sample has {memory.longest:,} tokens; {usual} if "
         "all samples had the mean length"
     ]
+    # 0: the iteration has too many requests to be replayed
     if memory.reserved_bytes:
         reserved = format_bytes(memory.reserved_bytes)
         lines.append(f"              the allocator takes {reserved} for that iteration alone")

@@ -107,6 +107,7 @@ def fit(
     for figures in report.classes.values():
         own_bytes = needed(figures) - figures["peak_allocated"]
         beside_tensors = max(beside_tensors, own_bytes)
+    # every iteration would fail, whatever its samples
     if beside_tensors >= limit_bytes:
         raise UsageError(
             f"segments, NCCL and the context take {format_bytes(beside_tensors)} of "

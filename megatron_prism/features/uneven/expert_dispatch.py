@@ -41,6 +41,7 @@ def dispatch_rule(settings: Mapping[str, str]) -> DispatchRule:
         settings: By Megatron's names.
     """
     is_flex = settings.get("moe_token_dispatcher_type") == "flex"
+    # DeepEP and all-to-alls exchange counts before tokens
     if not is_flex or settings.get("moe_flex_dispatcher_backend") != "hybridep":
         return DispatchRule.EXCHANGED
     if settings.get("moe_hybridep_pad_uneven_dispatch_inputs", "").lower() == "true":
@@ -65,12 +66,14 @@ def unequal_dispatches(programs: Programs) -> Iterator[Finding]:
         for group, calls in _dispatches(program).items():
             ranks = world.group(rank, group) or ()
             arrangement = group, programs.program_of[list(ranks)].tobytes()
+            # each group once, by its lowest rank; groups that run the same programs find the same
             if rank != min(ranks, default=-1) or arrangement in seen:
                 continue
             seen.add(arrangement)
             for other_rank in ranks[1:]:
                 other = programs.of(other_rank)
                 other_calls = _dispatches(other).get(group, calls[:0])
+                # that one rank has more of them is found by the matching of calls
                 common = min(len(calls), len(other_calls))
                 sent = program.ops["num_in"][calls[:common]]
                 other_sent = other.ops["num_in"][other_calls[:common]]

@@ -89,6 +89,7 @@ def read_range(kind: InputKind, text: str, world: World) -> InputRange | None:
         UsageError: The range is empty.
         WorldError: There are no such ranks.
     """
+    # another capture is no number
     if kind not in _EXAMPLES:
         return None
     selector, value = split_word(kind, text)
@@ -124,6 +125,7 @@ def search(
         UsageError: A rank is in two ranges of one kind, or no captured length is in a range.
         PrismError: No combination can be had.
     """
+    # what stops equal ranks would stop every draw, and seem to come of its inputs
     world_graph.build(sources.captured).check_fits()
     units = _units(sources, ranges)
     ops = sum(len(program) for program in sources.captured.programs)
@@ -149,6 +151,7 @@ def search(
                 outcome = examine(sources, inputs)
             else:
                 outcome = judge(apply_inputs(sources, inputs))
+        # a combination that cannot be had says nothing of the others
         except PrismError as error:
             refusals.append(error)
             refused += count

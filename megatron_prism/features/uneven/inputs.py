@@ -72,6 +72,7 @@ class UnevenInput:
         """Write it as the words of the command."""
         ranks = format_ranks(self.ranks)
         words: list[str] = []
+        # an example is printed to be typed again, so a joined count becomes a word again
         if self.kind is InputKind.LENGTHS and self.count >= 0:
             words.append(f"{InputKind.MICROBATCHES.value}={ranks}:{self.count}")
         words.append(f"{self.kind.value}={ranks}:{self.value}")
@@ -181,6 +182,7 @@ def read_lengths_file(path: str | os.PathLike[str], world: World) -> list[Uneven
     inputs: list[UnevenInput] = []
     dp_ranks: set[int] = set()
     for row in rows:
+        # the second line would hide the first
         if row.dp in dp_ranks:
             raise UsageError(f"{place}: dp rank {row.dp} is given twice", fix=_FILE_FIX)
         if not row.lengths:

@@ -202,8 +202,10 @@ def make_curves(
             f"one capture, of {lengths[0]} tokens, does not say how long other samples take",
             fix=_FIX,
         )
+    # a node has a duration at each length only if all captures have that node
     captures.check_aligned()
     world = captures.captured.world
+    # dp ranks that run the same are one class, in which all take one length
     edits: list[Edit] = []
     for dp_rank in range(world.dp):
         edits.append(Edit(ranks=world.select(f"dp={dp_rank}")))
@@ -228,6 +230,7 @@ def make_curves(
         rows.append(durations_of(other.dag, other.prices))
     durations = np.array(rows)
     dp, microbatch, shared = _owners_of_nodes(captures, timeline)
+    # times that were not measured have no noise
     if timeline.graph.programs.source.get("tier") in _MEASURED_TIERS:
         durations = _without_noise(timeline, durations, microbatch)
     return LengthCurves(lengths, priced, durations, dp, microbatch, shared)
@@ -324,6 +327,7 @@ def _owners_of_nodes(
         dp[node] = dp_of_class[first_class]
         microbatch[node] = microbatch_of_class[first_class][first_op]
         dp_ranks = {dp_of_class[number] for number, _ in members}
+        # it follows no length, or that of its one dp rank
         if microbatch[node] < 0 or len(dp_ranks) == 1:
             continue
         shared_nodes.append(node)

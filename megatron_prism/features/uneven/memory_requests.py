@@ -140,6 +140,7 @@ def _with_temporaries(rows: list[_Row], most_rows: list[_Row], op: int) -> list[
         else:
             return rows
     left_bytes = _left_bytes(surplus)
+    # a surplus that stays is no temporary: of no bytes it would be missing from the peak
     if any(left_bytes.values()) or _shape(aligned) != _shape(most_rows):
         return rows
     return aligned

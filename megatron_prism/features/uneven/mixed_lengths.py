@@ -143,6 +143,7 @@ class LengthCaptures:
                 fix="a length for each microbatch, or one for all",
             )
         between = [length for length in wanted if length not in self.by_length]
+        # what lies between is read from two captures at least
         if between and len(self.by_length) < 2:
             length = between[0]
             sorted_lengths = sorted(self.by_length)
@@ -306,6 +307,7 @@ class LengthCaptures:
             # padded to the longest of the group: alike on all its ranks
             if self.dispatch_rule is DispatchRule.PADDED and is_routing_map(op):
                 op = own_op
+            # splits follow what other ranks send, which dispatchers exchange first
             if op.name == "all_to_all":
                 op = dataclasses.replace(op, splits=None)
             ops.append(op)

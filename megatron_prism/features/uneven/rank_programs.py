@@ -137,6 +137,7 @@ def _other_capture(sources: Sources, path: str) -> Programs:
     """Open another capture; ProgramError unless it is of the same world."""
     other = sources.open_capture(path)
     world = sources.captured.world
+    # ranks of another world have other groups, in which their calls could not meet
     if other.world != world or dict(other.groups) != dict(sources.captured.groups):
         raise ProgramError(
             f"{path} is of another world: {other.world}, not {world}",

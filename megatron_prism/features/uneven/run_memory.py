@@ -296,6 +296,7 @@ def _requests_of_classes(
         num_bytes = np.array([changes[length].num_bytes for length in lengths])
         any_changes = changes[lengths[0]]
         microbatch = _microbatch_of_events(captures, base, any_changes)
+        # such as weights: no length changes them
         is_constant = (num_bytes == num_bytes[0]).all(axis=0)
         microbatch[is_constant] = _CONSTANT
         requests.append(_Requests(base.rank, any_changes.storage, num_bytes, microbatch))
@@ -312,6 +313,7 @@ def _microbatch_of_events(
     microbatches = np.empty(len(changes.storage), dtype=np.int64)
     rows = zip(changes.storage.tolist(), changes.before.tolist(), strict=True)
     for place, (storage, before) in enumerate(rows):
+        # changes behind the last op come before none
         op = min(before, last_op)
         if storage not in microbatch_of_storage:
             microbatch = int(microbatch_of_op[op])

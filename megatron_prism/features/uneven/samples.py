@@ -160,6 +160,7 @@ def read_law(path: str | os.PathLike[str], world: World) -> SampleLaw:
             )
         packed_rows += row.length is None
         rows_of_dp.setdefault(row.dp, []).append(row)
+    # a job either packs its samples or pads them
     if packed_rows not in (0, len(rows)):
         raise UsageError(
             f"{place} has samples of one document and packed ones",

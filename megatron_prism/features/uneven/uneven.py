@@ -215,6 +215,7 @@ def answer_question(
         iterations = question.iterations or drawn.DEFAULT_ITERATIONS
         seed = question.seed or 0
         return UnevenResult(None, search(sources, inputs, ranges, iterations, seed))
+    # other inputs are of one iteration: left unread, the word would seem to be heard
     if question.iterations is not None:
         raise UsageError("iterations= without lengths=", fix="lengths=dp=1:4096,2048")
     return UnevenResult(examine_iterations(sources, inputs))
