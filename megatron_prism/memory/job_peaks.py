@@ -206,6 +206,8 @@ def peak_memory(
     Raises:
         UsageError: the programs recorded no memory or did not train, or there is nothing to draw.
     """
+    if draws is not None:
+        _check_layers(programs, draws)
     settings = allocator.Settings.parse(alloc_conf)
     optimizer = CODED["phase"].index("optimizer")
     # memory before an optimizer step lacks the optimizer's states
@@ -241,6 +243,14 @@ def peak_memory(
     if draws is not None and not any(figures["drawn"] for figures in classes.values()):
         raise _nothing_to_draw(programs)
     return MemoryReport(job, classes, device.provenance())
+
+
+def _check_layers(programs: Programs, draws: Draws) -> None:
+    """Refuse tokens by MoE layer of a pipeline: each stage numbers its own layers from 0."""
+    if draws.law.is_by_layer and programs.world.pp > 1:
+        message = "slices of pipeline stages do not say which MoE layers of the model are theirs"
+        fix = "--routing with one list of tokens, for all MoE layers"
+        raise UsageError(f"{draws.law.text}, by MoE layer: {message}", fix=fix)
 
 
 def _nothing_to_draw(programs: Programs) -> UsageError:

@@ -230,10 +230,14 @@ Shares = Callable[[np.random.Generator, int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Law:
-    """text; shares(random, layer, experts) -> of the tokens, [experts]."""
+    """text; shares(random, layer, experts) -> of the tokens, [experts].
+
+    is_by_layer : whether the shares of a layer are those of its number in the model
+    """
 
     text: str
     shares: Shares
+    is_by_layer: bool = False
 
 
 def law(text: str) -> Law:
@@ -259,7 +263,8 @@ def law(text: str) -> Law:
 
         return Law(text, shares)
     if os.path.isfile(text):
-        return Law(f"tokens of {text}", _listed(Path(text)))
+        shares_of_file, is_by_layer = _listed(Path(text))
+        return Law(f"tokens of {text}", shares_of_file, is_by_layer)
     if not os.path.isdir(text):
         message = f"--routing {text} is no law"
         raise UsageError(
@@ -272,8 +277,8 @@ _Tokens = list[Annotated[float, msgspec.Meta(ge=0, le=1e15)]]
 _TOKENS_FIX = 'tokens of each expert: [9000, 0, 1200, …], or by MoE layer from 0: {"0": […]}'
 
 
-def _listed(file: Path) -> Shares:
-    """Read the shares of experts that a file lists: of all MoE layers, or of each by its number."""
+def _listed(file: Path) -> tuple[Shares, bool]:
+    """Read the shares of experts that a file lists, and whether it has each MoE layer's own."""
     with foreign.reading(file, "a file of tokens by expert", _TOKENS_FIX):
         listed = foreign.read_json(file, object)
         layers: dict[str, _Tokens]
@@ -286,13 +291,16 @@ def _listed(file: Path) -> Shares:
         tokens = layers.get("", layers.get(str(layer)))
         if tokens is None:
             raise UsageError(f"{file} says nothing of MoE layer {layer}", fix=_TOKENS_FIX)
-        if len(tokens) != experts or not sum(tokens):
+        if not sum(tokens):
+            message = f"{file} gives no expert of MoE layer {layer} a token"
+            raise UsageError(message, fix=_TOKENS_FIX)
+        if len(tokens) != experts:
             message = f"{file} has tokens of {len(tokens)} experts, and this job has {experts}"
             raise UsageError(message, fix=_TOKENS_FIX)
         shares_of_layer: np.ndarray = np.array(tokens) / sum(tokens)
         return shares_of_layer
 
-    return shares
+    return shares, "" not in layers
 
 
 def _recorded(folder: Path) -> Shares:
@@ -381,13 +389,42 @@ def draw(
         shares = {n: _at_most(chosen.shares(random, n, experts), 1 / topk) for n in layers}
         rows = np.empty((len(calls), groups), dtype=np.int64)
         for call, (layer, *_) in zip(rows, calls.tolist(), strict=True):
-            counts = random.multinomial(copies * sources, shares[layer])
+            counts = _draw_counts(random, copies * sources, shares[layer], topk)
             # tokens above the capacity are dropped
             if most_of_expert is not None:
                 counts = np.minimum(counts, most_of_expert)
             call[:] = counts.reshape(groups, local).sum(axis=1)
         row[:] = [timeline.peak(rows[:, group]) for group in range(groups)]
     return Drawn(chosen.text, peaks)
+
+
+def _draw_counts(
+    random: np.random.Generator, copies: int, shares: np.ndarray, topk: int
+) -> np.ndarray:
+    """Draw how many tokens each expert gets; none gets more tokens than there are.
+
+    Args:
+        random: Where draws come from.
+        copies: Of tokens: each token goes to ``topk`` experts.
+        shares: float [experts]: of the copies; they add up to 1.
+        topk: Experts of a token.
+
+    Returns:
+        int64 [experts], which add up to ``copies``.
+    """
+    tokens = copies // topk
+    counts = random.multinomial(copies, shares)
+    excess = np.maximum(counts - tokens, 0).sum()
+    while excess:
+        counts = np.minimum(counts, tokens)
+        # experts with room take what is beyond, by their shares
+        has_room = counts < tokens
+        shares_left = np.where(has_room, shares, 0.0)
+        if not shares_left.any():
+            shares_left = has_room.astype(float)
+        counts = counts + random.multinomial(excess, shares_left / shares_left.sum())
+        excess = np.maximum(counts - tokens, 0).sum()
+    return counts
 
 
 def _at_most(shares: np.ndarray, limit: float) -> np.ndarray:

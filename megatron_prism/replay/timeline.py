@@ -88,7 +88,7 @@ class Account:
         exposed: Group description -> the main stream waited for calls of the group to move data.
         waiting: Group description -> the main stream waited for other ranks to come to calls.
         idle: Nothing of that: the host was late, or the iteration was over on this rank.
-        over: The part of ``idle`` in which the iteration was over on this rank.
+        over: The part of ``idle`` behind the last work of this rank, its host's included.
     """
 
     total: int
@@ -358,10 +358,16 @@ class Timeline:
         ends = np.append(main["end"].clip(0, total), total)
         call_columns = [calls[key].astype(np.int64) for key in ("lane", "ready", "start", "end")]
         exposed, waiting = np.zeros((2, len(lanes)), dtype=np.int64)
-        other_parts = np.zeros(3, dtype=np.int64)
-        outputs = [exposed, waiting, other_parts]
+        idle_and_computing = np.zeros(2, dtype=np.int64)
+        outputs = [exposed, waiting, idle_and_computing]
         loops.run(_explained, [starts, ends, *call_columns], outputs, loops.SHORT)
-        idle, computing, over = other_parts.tolist()
+        idle, computing = idle_and_computing.tolist()
+
+        # the rank that ends last is never over: it is idle while its host is late
+        last_end = spans["end"].max(initial=0)
+        host_ends = self.host_spans(index)[:, 2]
+        last_end = host_ends.max(initial=last_end)
+        over = max(0, total - int(last_end))
         exposed_of_group = {lanes[lane]: int(exposed[lane]) for lane in np.flatnonzero(exposed)}
         waiting_of_group = {lanes[lane]: int(waiting[lane]) for lane in np.flatnonzero(waiting)}
         return Account(total, computing, exposed_of_group, waiting_of_group, idle, over)
@@ -502,7 +508,7 @@ def of_nodes(
 
 
 def _explained(  # type: ignore[no-untyped-def]
-    starts, ends, lane, ready, began, ended, exposed, waiting, other_parts
+    starts, ends, lane, ready, began, ended, exposed, waiting, idle_and_computing
 ):
     """Say what the gaps between spans of the main stream are.
 
@@ -518,8 +524,7 @@ def _explained(  # type: ignore[no-untyped-def]
         ended: When each ended.
         exposed: Gets the ns of every lane in which data moved.
         waiting: Gets the ns of every lane in which the rank waited for others.
-        other_parts: Gets the ns in which the stream was idle, computed, was idle behind its last
-            span.
+        idle_and_computing: Gets both, ns.
     """
     call = explained = 0
     for span in range(len(starts)):
@@ -539,9 +544,6 @@ def _explained(  # type: ignore[no-untyped-def]
             idle -= wait + move
             explained = max(explained, ended[call])
             call += 1
-        other_parts[0] += idle
-        other_parts[1] += ends[span] - start
-        # the gap in front of the iteration's end
-        if span == len(starts) - 1:
-            other_parts[2] = idle
+        idle_and_computing[0] += idle
+        idle_and_computing[1] += ends[span] - start
         explained = max(gap_start, ends[span])

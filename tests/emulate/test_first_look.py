@@ -1,6 +1,7 @@
 """What stops a job is one list: obstacles, Megatron's refusals, files without a value."""
 
 import argparse
+import ast
 import json
 import os
 import pickle
@@ -102,6 +103,22 @@ def test_a_refusal_of_a_variable_says_which_value_it_wants(monkeypatch):
         "take PRISM_TEST_QUEUES=1 out of the environment, or of the script",
         "export PRISM_TEST_GRAPHS=yes",
     ]
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds", "wanted"),
+    [
+        ("not (os.getenv('X') == '1')", True, "X!=1"),
+        ("not os.environ.get('X') == '1'", True, "X!=1"),
+        ("a and not (os.environ['X'] != '1')", False, "X!=1"),
+        ("not (not os.getenv('X') == '1')", True, "X=1"),
+        ("a or os.getenv('X') == '1'", True, "X=1"),
+        ("int(not os.getenv('X') == '1')", True, ""),
+    ],
+)
+def test_a_negated_condition_wants_the_opposite_value(condition, holds, wanted):
+    expression = ast.parse(condition, mode="eval").body
+    assert first_look._variables_asked(expression, holds=holds) == wanted
 
 
 def test_a_job_that_megatron_takes_is_validated_as_ever():

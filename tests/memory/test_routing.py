@@ -320,6 +320,26 @@ def test_listed_tokens_decide_the_peak_of_each_rank(known, tmp_path):
     assert (hot.ranks[:, 2:] == by_hand((0, 0))).all()
 
 
+@pytest.mark.parametrize("power", [0, 1, 2, 4])
+def test_no_draw_gives_an_expert_more_tokens_than_there_are(power):
+    """As drawing distinct experts for each token, which shares that are at their limit show."""
+    tokens, topk = 512, 2
+    weights = np.arange(1.0, 9) ** -power
+    shares = routing._at_most(weights / weights.sum(), 1 / topk)
+    random = np.random.default_rng(1)
+    drawn = [routing._draw_counts(random, tokens * topk, shares, topk) for _ in range(500)]
+    assert max(counts.max() for counts in drawn) <= tokens
+    assert {int(counts.sum()) for counts in drawn} == {tokens * topk}
+    assert np.mean(drawn, axis=0) == pytest.approx(shares * tokens * topk, rel=0.05, abs=3)
+
+
+def test_tokens_by_layer_of_a_pipeline_are_refused(tmp_path):
+    programs = Programs.one_per_rank([iteration((64, 64))] * 2, World(2, pp=2))
+    law = listed(tmp_path, {"0": [1] * 8})
+    with pytest.raises(UsageError, match="by MoE layer"):
+        job_peaks.peak_memory(programs, draws=job_peaks.Draws(law, 1))
+
+
 def test_listed_tokens_are_those_of_each_layer(known, tmp_path):
     layers = {"0": [1, 1, 0, 0, 0, 0, 0, 0], "1": [0, 0, 0, 0, 0, 0, 1, 1]}
     drawn = routing.draw(known, listed(tmp_path, layers), 2)
@@ -332,7 +352,7 @@ def test_listed_tokens_are_those_of_each_layer(known, tmp_path):
     ("value", "says"),
     [
         ([1, 2], "tokens of 2 experts, and this job has 8"),
-        ([0] * 8, "tokens of 8 experts"),
+        ([0] * 8, "no expert of MoE layer [01] a token"),
         ({"0": [1] * 8}, "says nothing of MoE layer 1"),
         ([1, -2], "is not a file of tokens by expert"),
         ("zipf", "is not a file of tokens by expert"),

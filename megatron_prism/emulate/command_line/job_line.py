@@ -25,7 +25,7 @@ from megatron_prism.emulate.command_line.launch_line import LaunchLine, read_lin
 from megatron_prism.emulate.command_line.path_map import PathMap
 from megatron_prism.emulate.command_line.script_options import ScriptOptions
 from megatron_prism.emulate.preflight.obstacles import Obstacles
-from megatron_prism.emulate.preflight.unknown_flags import ARGUMENTS_ALONE, without_option
+from megatron_prism.emulate.preflight.unknown_flags import ARGUMENTS_ALONE
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")  # of megatron.core.package_info
 _STOCK = ("pretrain_gpt.py",)  # scripts of Megatron for which that file stands
@@ -77,9 +77,7 @@ def _read_job(
 
     # what the line says of ranks is known without its script, which may be elsewhere
     job_flags = shlex.split(options.value_of("--prism-job-flags", user_flags))
-    # what is said again replaces what the line says, also where Megatron's parser refuses that
-    for option in [word.partition("=")[0] for word in job_flags if word.startswith("--")]:
-        line = replace(line, words=tuple(without_option(option, line.words)))
+    line = replace(line, words=tuple(_without_replaced(line.words, job_flags)))
     flags_given = [*options.words_of(os.environ), *user_flags, *line.words, *job_flags]
     if obstacles is None:
         own_flags = line.flags(flags_given)
@@ -175,6 +173,51 @@ def _run_dry(
 
 def _tell(text: str) -> None:
     print(f"prism: {text}", file=sys.stderr, flush=True)
+
+
+def _without_replaced(words: Sequence[str], job_flags: Sequence[str]) -> list[str]:
+    """Leave options out that the job's flags say again: Megatron's parser refuses some twice.
+
+    Args:
+        words: of the job's program.
+        job_flags: that replace options of the job.
+    """
+    kept_words = list(words)
+    for place, flag in enumerate(job_flags):
+        if not flag.startswith("--"):
+            continue
+        option, _, value = flag.partition("=")
+        following = [*job_flags[place + 1 : place + 2], "--"][0]
+        has_value = bool(value) or not following.startswith("--")
+        if _count_of_option(option, kept_words) == 1:
+            kept_words = _without_option(option, kept_words, has_value)
+    return kept_words
+
+
+def _count_of_option(option: str, words: Sequence[str]) -> int:
+    """Count how often an option is said: one that is said twice collects its values."""
+    return sum(word.partition("=")[0] == option for word in words)
+
+
+def _without_option(option: str, words: Sequence[str], has_value: bool) -> list[str]:
+    """Leave an option out, with its values, and keep what a program takes beside its options.
+
+    Args:
+        option: to leave out.
+        words: of the program.
+        has_value: whether the option takes values; of one that takes none the words behind are
+            the program's own.
+    """
+    place = [word.partition("=")[0] for word in words].index(option)
+    end = place + 1
+    # --option=VALUE has no further values
+    while has_value and "=" not in words[place] and end < len(words):
+        is_first = end == place + 1
+        # the next option, or an override of Hydra: model.tp=2
+        if words[end].startswith("--") or ("=" in words[end] and not is_first):
+            break
+        end += 1
+    return [*words[:place], *words[end:]]
 
 
 def _summary(line: LaunchLine) -> str:

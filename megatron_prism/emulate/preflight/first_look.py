@@ -346,8 +346,18 @@ def _variables_asked(condition: ast.expr, *, holds: bool) -> str:
         ``NAME=VALUE`` for a value that is wanted and ``NAME!=VALUE`` for one that is not, with
         spaces between.
     """
+    # not (…) wants the opposite
+    if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
+        return _variables_asked(condition.operand, holds=not holds)
+    if isinstance(condition, ast.BoolOp):
+        parts = [_variables_asked(value, holds=holds) for value in condition.values]
+        return " ".join(part for part in parts if part)
+
     wanted = []
     for node in ast.walk(condition):
+        # what stands within other operators may mean anything
+        if isinstance(node, ast.UnaryOp):
+            return ""
         if not isinstance(node, ast.Compare) or len(node.ops) != 1:
             continue
         name = _variable_read(node.left)

@@ -47,14 +47,16 @@ def diagnose_dumps(observed: DumpSet, then: DumpSet | None = None) -> Diagnosis:
             alive, and where nothing moved the job stands still, whatever the first set looks like.
     """
     with no_collector():  # there are millions of entries, and no cycles
+        # groups are named apart within one set, so what moved is read from the sets as written
+        written, written_then = observed, then
         observed = with_names_apart(observed)
         then = None if then is None else with_names_apart(then)
         parted = consistency.consistent_dumps(observed if then is None else then)
         judgement = _begin(parted)
         verdict = _judge(judgement)
         verdict = replace(verdict, watchdog=advice.first_watchdog(judgement.state))
-        if then is not None:
-            verdict = consistency.unless_moved(verdict, observed, then)
+        if written_then is not None:
+            verdict = consistency.unless_moved(verdict, written, written_then)
         # several that look late may wait for one another outside NCCL, also in a job that hangs
         elif not _stands_still(observed) or len(verdict.culprits) != 1:
             verdict = consistency.unless_running(

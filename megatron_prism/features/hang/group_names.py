@@ -7,7 +7,7 @@ tells them apart is who belongs to them: ranks that list disjoint members speak 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from megatron_prism.features.hang.dumps import Dump, DumpSet, Group, Status
@@ -43,16 +43,33 @@ def _are_counted_by_process(observed: DumpSet) -> bool:
     numbers, and one number be of groups that overlap.  A rank that made two groups in another order
     than the others uses their two names for two groups.
     """
-    names: set[str] = set()
-    groups: set[tuple[str, Members]] = set()
-    for dump in observed.dumps.values():
+    names_of_group = defaultdict[tuple[str, Members], set[str]](set)
+    ranks_of_group = defaultdict[tuple[str, Members], set[int]](set)
+    # these may be in groups that their dumps do not list
+    ranks_with_partial_groups: set[int] = set()
+    for rank, dump in observed.dumps.items():
         for name, group in dump.groups.items():
             # a rank that knows of itself alone does not list a group
             if group.partial or len(group.ranks) < 2:
+                ranks_with_partial_groups.add(rank)
                 continue
-            names.add(name)
-            groups.add((group.desc, group.ranks))
-    return len(names) < len(groups) and all(name.isdecimal() for name in names)
+            key = group.desc, group.ranks
+            names_of_group[key].add(name)
+            ranks_of_group[key].add(rank)
+
+    # a group that some member with a dump does not list is a mistake of those that list it: of a
+    # rank with other parallel sizes, or of a dump of another job
+    names: set[str] = set()
+    num_groups = 0
+    for key, names_of_this in names_of_group.items():
+        _, members = key
+        ranks_without_it = observed.dumps.keys() & set(members)
+        ranks_without_it -= ranks_of_group[key]
+        ranks_without_it -= ranks_with_partial_groups
+        if not ranks_without_it:
+            names |= names_of_this
+            num_groups += 1
+    return len(names) < num_groups and all(name.isdecimal() for name in names)
 
 
 def _names_by_members(observed: DumpSet) -> dict[int, dict[str, str]]:

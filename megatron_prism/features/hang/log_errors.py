@@ -28,6 +28,10 @@ _OF_OTHERS = re.compile(
     r"SystemExit|KeyboardInterrupt|collective operation timeout|recvValue failed|monitoredBarrier|"
     r"Detected mismatch between collectives", re.IGNORECASE
 )  # fmt: skip
+# Python raises these for the rank's own code, whatever names stand in the text
+_OF_OWN_CODE = re.compile(
+    r"(?:Import|ModuleNotFound|Key|Index|Attribute|Name|UnboundLocal|Type|Syntax|Indentation)Error\b"
+)
 _GONE = re.compile(
     r"Connection (?:closed|reset)|Broken pipe|remote process exited", re.IGNORECASE
 )  # of those: another process ended, or its network
@@ -124,7 +128,7 @@ class Tracebacks:
             raised = Raised("outside", f"{_distributed_call(frames)} of {site}: {text}")
         elif _OOM.search(text):
             raised = Raised("out of memory", f"{text} in {site}")
-        elif _OF_OTHERS.search(text):
+        elif _OF_OTHERS.search(text) and not _OF_OWN_CODE.match(text):
             raised = Raised("", f"{text} in {site}")
         else:
             raised = Raised("exception", f"{text} in {site}")

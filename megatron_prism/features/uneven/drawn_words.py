@@ -50,8 +50,9 @@ def read_steps(
     if not any(word.startswith(f"{_KEY}=") for word in words):
         return None
     seeded = list(words)
-    # a list has no seed, nor a data set
-    if uneven.draws_lengths(words):
+    # a list has no seed, nor a data set; a seed among the words is what the user typed
+    has_seed = any(word.startswith("seed=") for word in words)
+    if uneven.draws_lengths(words) and not has_seed:
         seeded.append(f"seed={seed}")
     question = _question_of_run(programs, seeded, "predict")
     batches = question.batches

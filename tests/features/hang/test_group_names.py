@@ -1,5 +1,7 @@
 """Groups that share a name are told apart by their members."""
 
+import json
+
 import pytest
 from helpers import production
 from helpers.production import DP, TP, stands, without_calls
@@ -87,3 +89,37 @@ def test_names_that_one_rank_exchanged_stay_a_fault():
     production.other_names(10, TP, DP)(values)
     found = analyze.diagnose_dumps(DumpSet({r: of_value(v, r) for r, v in values.items()}))
     assert any("dumps disagree about who is in group" in text for text in found.missing)
+
+
+def test_one_rank_with_other_members_makes_no_numbers_of_processes():
+    """Rank 10's dump is of a job with other parallel sizes: no other rank lists its groups."""
+    it = production.job("moe")
+    it.parts = {rank: [(name, list(ops)) for name, ops in it.parts[rank]] for rank in it.parts}
+    state = stall.run_until_stalled(it.programs(), stands(3)(it))
+    values = dict(export.dumps_of(state, **HOWS["history"]))
+    for config in values[10]["pg_config"].values():
+        ranks = json.loads(config["ranks"])
+        # the next rank is in none of the groups of rank 10 but the world
+        if len(ranks) < len(values) and 11 not in ranks:
+            config["ranks"] = json.dumps(sorted({10, 11, *ranks[2:]}))
+    observed = DumpSet({rank: of_value(value, rank) for rank, value in values.items()})
+    found = analyze.diagnose_dumps(observed)
+    assert not any(" of rank " in text for text in found.missing), found
+    assert [culprit.rank for culprit in found.culprits] == [3], found
+
+
+@pytest.mark.parametrize("small_set", [0, 1])
+def test_names_of_two_sets_are_no_movement(small_set):
+    """One of two sets lacks ranks, so that its groups alone share no name: nothing moved."""
+    it = production.job("moe")
+    it.parts = {rank: [(name, list(ops)) for name, ops in it.parts[rank]] for rank in it.parts}
+    state = stall.run_until_stalled(it.programs(), stands(7)(it))
+    values = dict(export.dumps_of(state, **HOWS["history"]))
+    number_by_process(values)
+    whole = DumpSet({rank: of_value(value, rank) for rank, value in values.items()})
+    part = DumpSet({rank: whole.dumps[rank] for rank in (0, 1)})
+    sets = [whole, whole]
+    sets[small_set] = part
+    found = analyze.diagnose_dumps(sets[0], sets[1])
+    assert found.verdict != "healthy", found
+    assert any(text.startswith("0 of 2 ranks made calls") for text in found.evidence), found

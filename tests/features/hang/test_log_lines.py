@@ -6,7 +6,7 @@ import pytest
 from helpers import random_hangs
 from helpers.random_hangs import WORLDS
 
-from megatron_prism.features.hang import analyze, export
+from megatron_prism.features.hang import analyze, export, log_errors
 from megatron_prism.features.hang.dumps import DumpSet, of_value
 from megatron_prism.features.hang.log_lines import logical_lines
 from megatron_prism.features.hang.logs import is_log, read_folder, read_logs, together
@@ -479,3 +479,20 @@ def test_a_fatal_exception_beside_dumps_is_named(tmp_path):
     assert {culprit.rank: culprit.kind for culprit in found.culprits} == dict.fromkeys(
         culprits, "exception"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "is_its_own"),
+    [
+        ("KeyError: 'rccl_channels'", True),
+        ("ImportError: cannot import name 'hccl_plan' from 'mylib'", True),
+        ("RuntimeError: NCCL error: remote process exited", False),
+        ("torch.distributed.DistBackendError: NCCL communicator was aborted", False),
+    ],
+)
+def test_python_raises_some_errors_for_the_code_of_the_rank_alone(error, is_its_own):
+    tracebacks = log_errors.Tracebacks()
+    for line in ("Traceback (most recent call last):", '  File "train.py", line 3, in f', error):
+        tracebacks.read(line)
+    (raised,) = tracebacks.raised
+    assert raised.kind == ("exception" if is_its_own else "")

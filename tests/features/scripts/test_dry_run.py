@@ -650,3 +650,19 @@ def test_a_flag_that_is_said_again_replaces_the_one_of_the_line(script):
     text = "torchrun pretrain_gpt.py --tokenizer-type Their Own --num-layers 4 --bf16"
     _, job = script(text, given=given)
     assert job[1:] == ["--bf16", "--tokenizer-type", "NullTokenizer", "--num-layers=8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "left"),
+    [
+        ("--config-name x trainer.devices=8 model.tp=2", "--config-name y",
+         "trainer.devices=8 model.tp=2 --config-name y"),
+        ("--bf16 config.yaml", "--bf16", "config.yaml --bf16"),
+        ("--set a=1 --set b=2", "--set c=3", "--set a=1 --set b=2 --set c=3"),
+        ("--hidden-size=4 words", "--hidden-size 8", "words --hidden-size 8"),
+    ],
+)  # fmt: skip
+def test_what_a_program_takes_beside_its_options_stays(words, flags, left, script):
+    text = f"torchrun pretrain_gpt.py --num-layers 2 {words}"
+    _, job = script(text, given=["--prism-job-flags", flags])
+    assert job[1:] == ["--num-layers", "2", *left.split()]
