@@ -276,8 +276,10 @@ def _right_call(
 
     # what members call next
     numbered_alike: set[Signature] = set()
+    calls_onward = {rank: _onward(state, rank, first) for rank in calls}
+    common_places = _common_places(calls_onward)
     for rank, called in signatures.items():
-        if _is_numbered_as_siblings(state, rank, first, calls):
+        if _is_numbered_as_siblings(state, rank, first, calls_onward, common_places):
             numbered_alike.add(called)
     makers_count = sum(called in numbered_alike for called in signatures.values())
     if len(numbered_alike) == 1 and 2 * makers_count >= len(calls):
@@ -303,20 +305,39 @@ def _majority(
     return _RightCall(called, examples[called], f"{count} others", voted=True)
 
 
+def _common_places(calls_onward: Mapping[int, list[Signature]]) -> set[int]:
+    """Return the places, from 0, at which several members all make the same call.
+
+    Args:
+        calls_onward: What each member calls from the call in question on.
+    """
+    if len(calls_onward) < 2:
+        return set()
+    common_places: set[int] = set()
+    shortest = min(len(calls) for calls in calls_onward.values())
+    for place in range(shortest):
+        calls_there = {calls[place] for calls in calls_onward.values()}
+        if len(calls_there) == 1:
+            common_places.add(place)
+    return common_places
+
+
 def _is_numbered_as_siblings(
-    state: JobState, rank: int, call: Entry, members: CallsOfRanks
+    state: JobState,
+    rank: int,
+    call: Entry,
+    calls_onward: Mapping[int, list[Signature]],
+    common_places: Collection[int],
 ) -> bool:
     """Tell whether a later call of ``rank`` in that group has the number that siblings give it.
 
     The call must be unlike its neighbours: only then the rank left out none before it and made none
     too many.  Where all members make it, none of them did: it says nothing of the call in question.
     """
-    siblings = [sibling for sibling in state.siblings_of(rank) if sibling not in members]
-    own_calls = _onward(state, rank, call)
-    calls_of_others = [_onward(state, member, call) for member in members if member != rank]
+    siblings = [sibling for sibling in state.siblings_of(rank) if sibling not in calls_onward]
+    own_calls = calls_onward[rank]
     for place in range(1, len(own_calls)):
-        alike = [calls[place : place + 1] == [own_calls[place]] for calls in calls_of_others]
-        if alike and all(alike):
+        if place in common_places:
             continue
         neighbours = own_calls[place - 1 : place] + own_calls[place + 1 : place + 2]
         if own_calls[place] in neighbours:
