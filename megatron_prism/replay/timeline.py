@@ -344,6 +344,21 @@ class Timeline:
             rows.append((op, start - begin, end - begin))
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
+    @cached_property
+    def _host_ends(self) -> np.ndarray:
+        """When each class's host has issued the last iteration, ns since its begin; 0: none."""
+        last = self.iterations - 1
+        is_last = self.dag.iteration == last
+        is_host = self.dag.kind == HOST
+        is_asked = is_last & is_host
+        owners = self.dag.owner[is_asked]
+        node_ends = self.node_end[is_asked]
+        node_ends -= self._begin_of(last)
+        class_count = len(self.graph.program_list)
+        host_ends = np.zeros(class_count, dtype=np.int64)
+        np.maximum.at(host_ends, owners, node_ends)
+        return host_ends
+
     def account(self, index: int) -> Account:
         """Say where the last iteration of a class went."""
         spans, total, lanes = self.spans(index), self.iteration_ns, self.lanes
@@ -364,9 +379,7 @@ class Timeline:
         idle, computing = idle_and_computing.tolist()
 
         # the rank that ends last is never over: it is idle while its host is late
-        last_end = spans["end"].max(initial=0)
-        host_ends = self.host_spans(index)[:, 2]
-        last_end = host_ends.max(initial=last_end)
+        last_end = spans["end"].max(initial=self._host_ends[index])
         over = max(0, total - int(last_end))
         exposed_of_group = {lanes[lane]: int(exposed[lane]) for lane in np.flatnonzero(exposed)}
         waiting_of_group = {lanes[lane]: int(waiting[lane]) for lane in np.flatnonzero(waiting)}

@@ -6,6 +6,7 @@ the line sets for the job are set in this process, whose children are the job's 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ from megatron_prism.emulate.command_line.launch_line import LaunchLine, read_lin
 from megatron_prism.emulate.command_line.path_map import PathMap
 from megatron_prism.emulate.command_line.script_options import ScriptOptions
 from megatron_prism.emulate.preflight.obstacles import Obstacles
-from megatron_prism.emulate.preflight.unknown_flags import ARGUMENTS_ALONE
+from megatron_prism.emulate.preflight.unknown_flags import ARGUMENTS_ALONE, without_option
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")  # of megatron.core.package_info
 _STOCK = ("pretrain_gpt.py",)  # scripts of Megatron for which that file stands
@@ -183,41 +184,26 @@ def _without_replaced(words: Sequence[str], job_flags: Sequence[str]) -> list[st
         job_flags: that replace options of the job.
     """
     kept_words = list(words)
-    for place, flag in enumerate(job_flags):
+    for flag, following in itertools.pairwise([*job_flags, "--"]):
         if not flag.startswith("--"):
             continue
         option, _, value = flag.partition("=")
-        following = [*job_flags[place + 1 : place + 2], "--"][0]
+        names = [word.partition("=")[0] for word in kept_words]
+        # an option that the line repeats collects its values
+        if names.count(option) != 1:
+            continue
         has_value = bool(value) or not following.startswith("--")
-        if _count_of_option(option, kept_words) == 1:
-            kept_words = _without_option(option, kept_words, has_value)
+        # --option=VALUE has no further values
+        if has_value and option in kept_words:
+            kept_words = without_option(option, kept_words, _is_override)
+        else:
+            del kept_words[names.index(option)]
     return kept_words
 
 
-def _count_of_option(option: str, words: Sequence[str]) -> int:
-    """Count how often an option is said: one that is said twice collects its values."""
-    return sum(word.partition("=")[0] == option for word in words)
-
-
-def _without_option(option: str, words: Sequence[str], has_value: bool) -> list[str]:
-    """Leave an option out, with its values, and keep what a program takes beside its options.
-
-    Args:
-        option: to leave out.
-        words: of the program.
-        has_value: whether the option takes values; of one that takes none the words behind are
-            the program's own.
-    """
-    place = [word.partition("=")[0] for word in words].index(option)
-    end = place + 1
-    # --option=VALUE has no further values
-    while has_value and "=" not in words[place] and end < len(words):
-        is_first = end == place + 1
-        # the next option, or an override of Hydra: model.tp=2
-        if words[end].startswith("--") or ("=" in words[end] and not is_first):
-            break
-        end += 1
-    return [*words[:place], *words[end:]]
+def _is_override(word: str) -> bool:
+    """Tell whether a word is an override of Hydra, which belongs to no option: model.tp=2."""
+    return "=" in word
 
 
 def _summary(line: LaunchLine) -> str:

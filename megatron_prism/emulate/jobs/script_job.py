@@ -159,8 +159,8 @@ def capture_command_line(
     """
     obstacles = Obstacles() if obstacles is None else obstacles
     given = _options_of(argv, folder, obstacles)
-    # a job that cannot run is looked at, so that all that stops it is said at once; one without
-    # data would be refused by its ranks, of which each starts Megatron first
+    # a job that cannot run is looked at, so that one list has all that stops it; one without data
+    # would be refused by its ranks, of which each starts Megatron first
     if given is None or len(obstacles) or first_look.may_lack_data(script, argv):
         check_command_line(script, argv, console, obstacles).obstacles.raise_all()
     assert given is not None, "without options there is an obstacle"

@@ -125,13 +125,26 @@ def _raise_error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise BadOptionError(text, fix, option, lacks_value)
 
 
-def without_option(option: str, words: Sequence[str]) -> list[str]:
-    """Leave an option of a command line out, with all words up to the next option."""
+def without_option(
+    option: str, words: Sequence[str], is_no_value: Callable[[str], bool] | None = None
+) -> list[str]:
+    """Leave an option of a command line out, with its values: all words up to the next option.
+
+    Args:
+        option: to leave out.
+        words: of the command line.
+        is_no_value: tells of a word behind the first value that it belongs to no option.
+    """
     kept_words = []
     drops = False
+    previous_word = ""
     for word in words:
+        is_behind_value = not previous_word.startswith("--")
         if word.startswith("--"):
             drops = word.partition("=")[0] == option
+        elif is_no_value is not None and is_behind_value and is_no_value(word):
+            drops = False
+        previous_word = word
         if not drops:
             kept_words.append(word)
     return kept_words

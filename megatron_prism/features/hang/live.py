@@ -293,7 +293,7 @@ def judge(before: Look, after: Look) -> Diagnosis:
             evidence=(text, *verdict.evidence),
         )
     if verdict.verdict != "healthy":
-        # where nobody is named the candidates' stacks are the best lead that there is
+        # without a culprit the stacks of the candidates are the best lead
         suspects = [culprit.rank for culprit in verdict.culprits] or verdict.candidates
         suspects_here = [after.found[rank] for rank in suspects if rank in after.found]
         evidence += stacks(suspects_here)

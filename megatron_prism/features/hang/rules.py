@@ -789,11 +789,14 @@ def _excuse_lacking_member(judgement: Judgement, hosts: _IdleHosts) -> None:
 def _excuse_exchanging_experts(judgement: Judgement, hosts: _IdleHosts) -> None:
     """Excuse hosts that may wait for another rank's experts, in an exchange outside NCCL."""
     state = judgement.state
+    ranks_awaited = {rank: state.waits(rank)[1] for rank in state.outstanding}
+    ranks_waiting = waits.reversed_edges(ranks_awaited)
     for rank in sorted(hosts.remaining - hosts.at_work):
+        waiting_in_the_end = waits.reached_from([rank], ranks_waiting)
         late_partners: list[int] = []
         for partner in sorted(waits.exchange_partners(state, rank)):
             # one that waits for this host in the end is no reason why it stands
-            is_waiting = waits.waits_in_the_end(state, partner, rank)
+            is_waiting = partner in waiting_in_the_end
             if not is_waiting or waits.is_lone_caller(state, partner):
                 late_partners.append(partner)
         if not late_partners:

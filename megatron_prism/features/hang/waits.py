@@ -180,19 +180,6 @@ def is_lone_caller(state: JobState, rank: int) -> bool:
     return 2 * len(state.waits(rank)[1]) > len(state.groups[head.group].ranks)
 
 
-def waits_in_the_end(state: JobState, rank: int, awaited: int) -> bool:
-    """Tell whether a rank waits for another one, perhaps by way of others."""
-    reached: set[int] = set()
-    ahead = [rank]
-    while ahead:
-        waiting = ahead.pop()
-        reached.add(waiting)
-        # a rank without a dump waits for nobody that is known
-        if waiting in state.outstanding:
-            ahead += set(state.waits(waiting)[1]) - reached
-    return awaited in reached
-
-
 @dataclass(frozen=True)
 class LackingMember:
     """A rank that is not where all other members of its group are.

@@ -540,7 +540,7 @@ def test_the_script_that_trains_is_found_from_the_folders_of_the_launch_script(
     assert job[0] == str(there)
     (fix,) = [obstacle.fix for obstacle in obstacles]
     assert fix == f"--prism-map {program}={there}"
-    # what is said to be typed is enough
+    # the fix, typed as it stands, is enough
     assert script("", line=line, given=fix.split())[1][0] == str(there)
 
 
